@@ -1,0 +1,54 @@
+"""Set-up that every test shares. Engines run in processes of their own (see engine.py), one at a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["VLLM_SUBSPEC_CPU"] = os.environ["TRITON_INTERPRET"] = "1"  # unit tests import vLLM with its Triton kernels interpreted
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "gpu" in item.keywords and not has_cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if "slow" in item.keywords and "slow" not in (config.option.markexpr or ""):
+            item.add_marker(pytest.mark.skip(reason="run with -m slow"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """Path of SmolLM2-135M-Instruct, converted on first use."""
+    from vllm_subspec.smollm2 import ensure_smollm2
+
+    return str(ensure_smollm2())
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory) -> dict[str, str]:
+    """Random checkpoints of a few thousand parameters, by family (see tiny.py)."""
+    import tiny
+
+    return tiny.make_all(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_stray_engines():
+    """No engine process may outlive the tests."""
+    yield
+    left = subprocess.run(["pgrep", "-f", "VLLM::|EngineCore"], capture_output=True, text=True).stdout.split()
+    assert not left, f"engine processes left behind: {left}"

@@ -1,0 +1,109 @@
+"""Run requests through a vLLM engine in a process of its own and bring back what it emitted.
+
+    run(jobs, in_process=...)  ->  one answer a job
+
+A job is a dictionary: ``model``, ``engine`` (arguments of LLM), ``batches`` (each a list of requests that are sent
+together; a request is ``prompt`` (text, token ids or chat messages) and ``params``), and optionally ``probe``, the
+name of a function in probes.py that gets the live engine. Jobs of one call share a process: several engines after
+another in one process are thereby part of every such test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def run(jobs: list[dict], in_process: bool = False, subspec_env: bool = False, timeout: int = 1500) -> list[dict]:
+    """Run jobs in a fresh Python process.
+
+    Args:
+        in_process: the engine runs inside that process (faster to start, and probes can reach it)
+        subspec_env: set the variables that an in-process engine with subspec needs on CPU
+    """
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    env.pop("VLLM_SUBSPEC_CPU", None)
+    env.pop("TRITON_INTERPRET", None)
+    env.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    if subspec_env:
+        env["VLLM_SUBSPEC_CPU"] = env["TRITON_INTERPRET"] = "1"
+    with tempfile.TemporaryDirectory() as directory:
+        asked, answered = Path(directory) / "jobs.json", Path(directory) / "answers.json"
+        asked.write_text(json.dumps(jobs))
+        done = subprocess.run(
+            [sys.executable, str(HERE / "engine.py"), str(asked), str(answered)],
+            env=env, timeout=timeout, capture_output=True, text=True,
+        )  # fmt: skip
+        if not answered.exists():
+            raise RuntimeError(f"the engine process failed:\n{done.stdout[-3000:]}\n{done.stderr[-8000:]}")
+        return json.loads(answered.read_text())
+
+
+def plain(jobs: list[dict]) -> list[dict]:
+    """The same jobs on plain vLLM: the runner that it chooses itself, flag off."""
+    return run([{k: v for k, v in job.items() if k != "spec"} for job in jobs], in_process=True)
+
+
+def subspec(jobs: list[dict], **spec) -> list[dict]:
+    """The same jobs with subspec, in-process engines."""
+    return run([{**job, "spec": {**spec, **job.get("spec", {})}} for job in jobs], in_process=True, subspec_env=True)
+
+
+def answer(job: dict) -> dict:
+    """Run one job in this process."""
+    import gc
+
+    from vllm import LLM, SamplingParams
+
+    arguments = dict(dtype="float32", max_model_len=512, max_num_seqs=8, enforce_eager=True, disable_log_stats=False)
+    arguments.update(job.get("engine", {}))
+    if "spec" in job:
+        arguments["speculative_config"] = {"method": "subspec", **job["spec"]}
+    if "tokenizer" not in arguments and not list(Path(job["model"]).glob("tokenizer*")):
+        arguments["skip_tokenizer_init"] = True
+    llm = LLM(job["model"], **arguments)
+    try:
+        batches = []
+        for batch in job["batches"]:
+            params = [SamplingParams(**r["params"], detokenize=False) for r in batch]
+            prompts = []
+            for r in batch:
+                prompt = r["prompt"]
+                if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+                    encoded = llm.get_tokenizer().apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+                    prompt = list(encoded)
+                prompts.append({"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            batches.append(
+                [{"tokens": [list(c.token_ids) for c in o.outputs], "finish": o.outputs[0].finish_reason} for o in outputs]
+            )
+        result = {"batches": batches}
+        config = llm.llm_engine.vllm_config
+        result["num_gpu_blocks"] = config.cache_config.num_gpu_blocks
+        result["v2"] = config.use_v2_model_runner
+        result["metrics"] = {
+            m.name: getattr(m, "value", getattr(m, "values", None)) for m in llm.get_metrics() if "spec_decode" in m.name
+        }
+        if "spec" in job:
+            result["rounds"] = llm.collective_rpc("subspec_rounds")[0]
+        if "probe" in job:
+            import probes
+
+            result["probe"] = getattr(probes, job["probe"])(llm, job)
+        return result
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    answers = [answer(job) for job in json.loads(Path(sys.argv[1]).read_text())]
+    Path(sys.argv[2]).write_text(json.dumps(answers))

@@ -1,0 +1,50 @@
+"""Tiny random checkpoints of the model families that must work, written with transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCAB = 320
+COMMON = dict(
+    vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    tie_word_embeddings=False,
+)  # fmt: skip
+SMALL_HEAD = dict(head_dim=32)
+GEMMA = dict(head_dim=32, query_pre_attn_scalar=32, tie_word_embeddings=True)
+
+FAMILIES = {
+    "llama": ("LlamaConfig", SMALL_HEAD),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", SMALL_HEAD),
+    "mistral": ("MistralConfig", {**SMALL_HEAD, "sliding_window": None}),
+    "mistral_window": ("MistralConfig", {**SMALL_HEAD, "sliding_window": 24}),
+    "phi3": ("Phi3Config", {"sliding_window": None}),
+    "gemma2": ("Gemma2Config", {**GEMMA, "sliding_window": 24}),
+    "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 24}),
+}
+
+
+def make(family: str, out: Path, seed: int = 0) -> str:
+    """Write one checkpoint; weights are large enough that outputs vary and small enough that 4 bits follow them."""
+    config_cls, extra = FAMILIES[family]
+    config = getattr(transformers, config_cls)(**{**COMMON, **extra})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, 1.0 if "embed" in name or "lm_head" in name else parameter.shape[1] ** -0.5)
+            elif "bias" in name:
+                parameter.normal_(0.0, 0.1)
+    model.save_pretrained(out)
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return str(out)
+
+
+def make_all(root: Path) -> dict[str, str]:
+    return {family: make(family, root / family) for family in FAMILIES}

@@ -1,0 +1,1 @@
+"""Attention over vLLM's paged KV cache with a tree mask."""

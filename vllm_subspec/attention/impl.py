@@ -1,0 +1,59 @@
+"""vLLM's attention implementation, whichever it chose, that also takes tree batches."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from vllm.v1.attention.backend import AttentionType
+
+from ..kv.layout import read_slots
+from .metadata import TreeMetadata
+from .tree_torch import tree_attention
+
+
+class TreeAttention:
+    """Mixed in before vLLM's AttentionImpl: tree rows come here, every other batch goes to vLLM unchanged."""
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        if not isinstance(attn_metadata, TreeMetadata):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        rows = attn_metadata.mask.shape[0]
+        keys, values = read_slots(layer, attn_metadata.slots)
+        visible = attn_metadata.visible(layer.sliding_window)
+        soft_cap = self.logits_soft_cap or 0.0
+        output[:rows] = tree_attention(query[:rows], keys, values, visible, self.scale, soft_cap)
+        return output
+
+
+@cache
+def tree_impl(impl_cls: type) -> type:
+    """The given AttentionImpl class with `TreeAttention` before it."""
+    return type(f"Tree{impl_cls.__name__}", (TreeAttention, impl_cls), {})
+
+
+def install(layers: dict[str, torch.nn.Module]) -> None:
+    """Let vLLM's Attention layers take tree batches.
+
+    Raises:
+        NotImplementedError: a layer computes something that tree attention does not.
+    """
+    for name, layer in layers.items():
+        impl = layer.impl
+        unsupported = [
+            what
+            for what, present in (
+                ("ALiBi slopes", getattr(impl, "alibi_slopes", None) is not None),
+                ("attention sinks", getattr(impl, "sinks", None) is not None),
+                ("attention that is not causal", layer.attn_type != AttentionType.DECODER),
+                ("chunked attention", getattr(impl, "chunk_lookback", -1) > -1),
+                ("keys and values of different sizes", layer.head_size_v != layer.head_size),
+                ("a quantized KV cache", layer.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32")),
+            )
+            if present
+        ]
+        if unsupported:
+            raise NotImplementedError(f"subspec: {name} uses {', '.join(unsupported)}, which trees do not support")
+        extended = object.__new__(tree_impl(type(impl)))
+        extended.__dict__.update(impl.__dict__)
+        layer.impl = extended

@@ -1,0 +1,1 @@
+"""Reading, and after a round compacting, the engine's own KV cache."""

@@ -1,0 +1,232 @@
+"""vLLM's model runner with four seams: load the draft, draft before a pass, verify after it, ask for the next tree."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader import base_loader
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu import model_runner as vllm_runner
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+
+from .attention.impl import install
+from .kv.commit import commit
+from .patching import replaced
+from .sampler import sample_roots, verify_greedy
+from .speculator import KVGroup, SubSpecSpeculator, tree_metadata
+from .stats import Round, Rounds
+from .substitute.linear import substitute_linear
+from .substitute.model import make_draft, quantize_linears
+from .tree import TokenTree
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.subspec")
+
+
+@dataclass
+class TreeStep:
+    """The tree of the step that is under way."""
+
+    tree: TokenTree
+    context_len: int
+    groups: list[KVGroup]
+
+
+def make_runner(runner_cls: type, vllm_config: VllmConfig, device: torch.device) -> Any:
+    """An instance of ``runner_cls`` (vLLM's runner with `SubSpecRunner` before it), given our speculator."""
+    make = lambda vllm_config, device, req_states: SubSpecSpeculator(vllm_config, device)  # noqa: E731
+    with replaced(vllm_runner, "init_speculator", make):
+        return runner_cls(vllm_config, device)
+
+
+class SubSpecRunner:
+    """Mixed in before vLLM's GPUModelRunner (Model Runner V2)."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.rounds = Rounds()
+        self.tree_step: TreeStep | None = None
+        self.tree_requests: dict[str, int | None] = {}  # request id -> its max_tokens, where a tree may be drafted
+        self._last_step: tuple[list[str], bool] = ([], False)
+        self._clock = (0.0, 0.0, 0.0)  # start of the step, draft seconds
+        self._warned = False
+
+    # --- load: the target as vLLM loads it, and the draft around its modules
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        spec = self.speculative_config
+        quantized = {}
+        process_weights = base_loader.process_weights_after_loading
+
+        def quantize_then_process(model, model_config, target_device):
+            # vLLM's kernels repack weights in place and some drop the original, so substitutes are made before.
+            started = time.perf_counter()
+            quantized.update(
+                quantize_linears(
+                    model, spec.substitute_layers, spec.substitute_bits, spec.substitute_group_size, target_device
+                )
+            )
+            logger.info("Quantized %d linears in %.1f s", len(quantized), time.perf_counter() - started)
+            process_weights(model, model_config, target_device)
+
+        with replaced(base_loader, "process_weights_after_loading", quantize_then_process):
+            super().load_model(*args, **kwargs)
+        if not quantized:
+            raise ValueError(
+                f"subspec: --load-format {self.load_config.load_format} does not pass through vLLM's base loader, or "
+                "the model has no linear layers to substitute; use --load-format auto"
+            )
+        linears = dict(self.model.named_modules())
+        substitutes = {name: substitute_linear(linears[name], quantized.pop(name)) for name in list(quantized)}
+        self.speculator.model = make_draft(self.model, substitutes, self.device)
+
+        self.model_state.prepare_attn = self._with_tree_metadata(self.model_state.prepare_attn)
+        self.rejection_sampler = self._verify
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        context = self.compilation_config.static_forward_context
+        self.attention_layers = [
+            {name: context[name] for name in group.layer_names if isinstance(context[name], Attention)}
+            for group in self.kv_cache_config.kv_cache_groups
+        ]
+        for layers in self.attention_layers:
+            install(layers)
+
+    # --- draft: between vLLM's slot mapping and its forward pass
+
+    def prepare_attn(self, input_batch: InputBatch):
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        started = time.perf_counter()
+        self.tree_step = self._draft(input_batch, block_tables, slot_mappings)
+        self._clock = (started, time.perf_counter())
+        return block_tables, slot_mappings
+
+    def _draft(self, input_batch: InputBatch, block_tables, slot_mappings) -> TreeStep | None:
+        """Draft the tree that this step verifies and write it into the batch, if the step is made for one."""
+        num_drafts = input_batch.num_draft_tokens
+        if (
+            num_drafts == 0
+            or input_batch.num_reqs != 1
+            or input_batch.num_tokens != 1 + num_drafts
+            or input_batch.has_prefill
+            or input_batch.req_ids[0] not in self.tree_requests
+        ):
+            return None
+        try:
+            context_len = int(input_batch.num_computed_tokens_np[0])
+            groups = self._kv_groups(context_len, 1 + num_drafts, block_tables, slot_mappings)
+            tree = self.speculator.draft(input_batch.input_ids[0], context_len, groups, num_drafts)
+        except Exception:
+            if not self._warned:
+                logger.exception("Drafting failed; requests go on by plain decoding")
+            self._warned = True
+            return None
+        input_batch.input_ids[: len(tree)] = tree.tokens.to(input_batch.input_ids.dtype)
+        input_batch.positions[: len(tree)] = context_len + tree.depths
+        return TreeStep(tree, context_len, groups)
+
+    def _kv_groups(self, context_len: int, num_nodes: int, block_tables, slot_mappings) -> list[KVGroup]:
+        """Slots of the only request's context and tree, per KV cache group."""
+        positions = torch.arange(context_len, device=self.device)
+        groups = []
+        for layers, table, slots in zip(self.attention_layers, block_tables, slot_mappings):
+            if not layers:
+                continue
+            block_size = next(iter(layers.values())).kv_cache.shape[2]
+            context = table[0, positions // block_size].long() * block_size + positions % block_size
+            groups.append(KVGroup(list(layers), context, slots[:num_nodes].long()))
+        return groups
+
+    def _with_tree_metadata(self, prepare_attn):
+        """vLLM's metadata, with the attention layers' own exchanged when the step verifies a tree."""
+
+        def prepare(input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            metadata = prepare_attn(input_batch, *args, **kwargs)
+            if (step := self.tree_step) is not None:
+                rows = torch.arange(len(step.tree), device=self.device)
+                tree, _ = tree_metadata(step.groups, step.context_len, step.tree, rows, len(step.tree))
+                metadata = {**metadata, **tree}
+            return metadata
+
+        return prepare
+
+    # --- verify: instead of vLLM's rejection sampler, for every step with draft rows
+
+    def _verify(self, logits: torch.Tensor, input_batch: InputBatch, draft_logits=None, invalid_drafts=None):
+        if self.tree_step is None:
+            return sample_roots(self.sampler, logits, input_batch)
+        tree, groups = self.tree_step.tree, self.tree_step.groups
+        output, path = verify_greedy(tree, logits, self.speculator.tree_depth)
+        for group in groups:
+            layers = [self.compilation_config.static_forward_context[name] for name in group.layer_names]
+            owners = [layer for layer in layers if layer.kv_sharing_target_layer_name is None]
+            commit(owners, group.nodes, path, output.num_sampled[0] - 1)
+        return output
+
+    def sample(self, hidden_states, input_batch: InputBatch, grammar_output):
+        sampled = super().sample(hidden_states, input_batch, grammar_output)
+        started, drafted = self._clock
+        self.rounds.add(
+            Round(
+                request=input_batch.req_ids[0],
+                tree_size=len(self.tree_step.tree) if self.tree_step else 1,
+                accepted=int(sampled[1][0]) - 1 if self.tree_step else 0,
+                draft_seconds=drafted - started if self.tree_step else 0.0,
+                verify_seconds=time.perf_counter() - drafted,
+            )
+        )
+        self.tree_step = None
+        return sampled
+
+    # --- ask: how many draft rows each request wants in the next step
+
+    def add_requests(self, scheduler_output) -> None:
+        super().add_requests(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            if self._is_greedy(new):
+                self.tree_requests[new.req_id] = new.sampling_params.max_tokens
+
+    def _is_greedy(self, new) -> bool:
+        """Whether the request takes the argmax of the target's own logits, whatever came before."""
+        params = new.sampling_params
+        if params is None:
+            return False
+        index = self.req_states.req_id_to_index[new.req_id]
+        return (
+            params.temperature == 0.0
+            and not self.sampler.needs_logits_processing[index]
+            and self.sampler.sampling_states.num_logprobs[index] == NO_LOGPROBS
+            and params.structured_outputs is None
+        )
+
+    def _remove_request(self, req_id: str) -> bool:
+        self.tree_requests.pop(req_id, None)
+        return super()._remove_request(req_id)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        proposed = super().take_draft_token_ids()
+        if proposed is None:
+            return None
+        counts = [self._tree_size(req_id) if len(proposed.req_ids) == 1 else 0 for req_id in proposed.req_ids]
+        return DraftTokenIds(proposed.req_ids, [[-1] * count for count in counts])
+
+    def _tree_size(self, req_id: str) -> int:
+        """Nodes worth drafting next: no deeper than the tokens that the request may still emit."""
+        if req_id not in self.tree_requests or req_id not in self.req_states.req_id_to_index:
+            return 0
+        index = self.req_states.req_id_to_index[req_id]
+        emitted = int(self.req_states.num_computed_tokens.gpu[index]) + 1 - int(self.req_states.prompt_len.np[index])
+        max_tokens = self.tree_requests[req_id]
+        depth = self.speculator.tree_depth
+        if max_tokens is not None:
+            depth = max(0, min(depth, max_tokens - emitted - 1))
+        return depth * self.speculator.tree_width

@@ -1,0 +1,101 @@
+"""The draft model: the target's own modules around the substitutes (step 2 of the algorithm)."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+from .offloaded import offloaded_parameters
+from .quantize import QuantizedWeight, fitting_group_size, quantize
+
+
+def linears_to_substitute(model: torch.nn.Module, which: str) -> dict[str, LinearBase]:
+    """The linears of ``model`` that get a substitute, by name.
+
+    Args:
+        which: "offloaded", "all" (of every decoder layer) or "auto" (offloaded if any is, else all)
+
+    Raises:
+        NotImplementedError: one of them is not a plain weight.
+        ValueError: "offloaded", and the engine offloads no linear.
+    """
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, LinearBase)}
+    offloaded = {name.removesuffix(".weight") for name in offloaded_parameters(model)} & set(linears)
+    if which == "offloaded" and not offloaded:
+        raise ValueError(
+            "subspec: substitute_layers is 'offloaded' but the engine offloads no linear layer; "
+            "add --offload-group-size or --cpu-offload-gb, or set substitute_layers to 'all'"
+        )
+    if which == "all" or (which == "auto" and not offloaded):
+        chosen = {name: m for name, m in linears.items() if re.search(r"\.\d+\.", name)}
+    else:
+        chosen = {name: m for name, m in linears.items() if name in offloaded}
+    for name, linear in chosen.items():
+        if not isinstance(linear.quant_method, UnquantizedLinearMethod):
+            raise NotImplementedError(f"subspec: {name} is not an unquantized linear layer")
+    return chosen
+
+
+def quantize_linears(
+    model: torch.nn.Module, which: str, bits: int, group_size: int, device: torch.device
+) -> dict[str, QuantizedWeight]:
+    """Quantize, one weight at a time on ``device``, what `linears_to_substitute` chose.
+
+    To be called when the weights are loaded and before vLLM repacks them.
+    """
+    return {
+        name: quantize(linear.weight.data.to(device), bits, fitting_group_size(group_size, linear.weight.shape[1]))
+        for name, linear in linears_to_substitute(model, which).items()
+    }
+
+
+def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A module of the same class with the same tensors and children, whose tables can be changed on their own.
+
+    A forward that an offloader put on the instance stays behind: the draft neither waits for nor starts a transfer.
+    """
+    copied = copy.copy(module)
+    for table in ("_parameters", "_buffers", "_modules"):
+        copied.__dict__[table] = dict(getattr(module, table))
+    copied.__dict__.pop("forward", None)
+    return copied
+
+
+def make_draft(model: torch.nn.Module, substitutes: dict[str, LinearBase], device: torch.device) -> torch.nn.Module:
+    """The target's structure with some linears replaced and everything else the same object.
+
+    Only modules on the way to a replaced linear or an offloaded parameter are copied, and only their tables.
+    Offloaded parameters that are no linear weight (norms, biases: a few KB a layer) get a resident copy.
+
+    Args:
+        model: the target, loaded
+        substitutes: the linears to put in place, by name
+        device: where the resident copies go
+    """
+    resident = {
+        name: torch.nn.Parameter(value.to(device), requires_grad=False)
+        for name, value in offloaded_parameters(model).items()
+        if name.removesuffix(".weight") not in substitutes
+    }
+
+    def build(module: torch.nn.Module, prefix: str) -> torch.nn.Module:
+        own = {name: resident[prefix + name] for name in module._parameters if prefix + name in resident}
+        if (substitute := substitutes.get(prefix.removesuffix("."))) is not None:
+            substitute._parameters.update(own)
+            return substitute
+        children = {
+            name: build(child, f"{prefix}{name}.") for name, child in module._modules.items() if child is not None
+        }
+        if not own and all(child is module._modules[name] for name, child in children.items()):
+            if "forward" not in module.__dict__:
+                return module
+        copied = shallow_copy(module)
+        copied._modules.update(children)
+        copied._parameters.update(own)
+        copied.do_not_compile = True  # never the target's compiled graph
+        return copied
+
+    return build(model, "")

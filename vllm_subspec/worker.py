@@ -1,0 +1,25 @@
+"""vLLM's workers with our runner."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from .runner import SubSpecRunner, make_runner
+
+
+class SubSpecWorkerMixin:
+    """What both workers add for callers of ``collective_rpc``."""
+
+    def subspec_rounds(self) -> list[dict]:
+        """The rounds since the last call (see `vllm_subspec.stats.Round`), oldest first."""
+        return self.model_runner.rounds.take()
+
+
+class SubSpecWorker(SubSpecWorkerMixin, Worker):
+    """The CUDA worker."""
+
+    def _make_model_runner(self):
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        runner_cls = type("SubSpecGPUModelRunner", (SubSpecRunner, GPUModelRunner), {})
+        return make_runner(runner_cls, self.vllm_config, self.device)
