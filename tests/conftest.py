@@ -46,6 +46,19 @@ def tiny_checkpoints(tmp_path_factory) -> dict[str, str]:
     return tiny.make_all(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def vllm_parameters():
+    """vLLM's parameter classes ask for the tensor-parallel rank: a group of one process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.utils.network_utils import get_open_port
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_stray_engines():
     """No engine process may outlive the tests."""

@@ -4,7 +4,8 @@
 
 A job is a dictionary: ``model``, ``engine`` (arguments of LLM), ``batches`` (each a list of requests that are sent
 together; a request is ``prompt`` (text, token ids or chat messages) and ``params``), and optionally ``probe``, the
-name of a function in probes.py that gets the live engine. Jobs of one call share a process: several engines after
+name of a generator function in probes.py that gets the live in-process engine: it runs to its ``yield`` before the
+batches, and what it returns after them is part of the answer. Jobs of one call share a process: several engines after
 another in one process are thereby part of every such test.
 """
 
@@ -55,11 +56,20 @@ def subspec(jobs: list[dict], **spec) -> list[dict]:
     return run([{**job, "spec": {**spec, **job.get("spec", {})}} for job in jobs], in_process=True, subspec_env=True)
 
 
+def sampling_params(params: dict):
+    """SamplingParams from what JSON left of it."""
+    from vllm import SamplingParams
+
+    if "logit_bias" in params:
+        params = {**params, "logit_bias": {int(token): bias for token, bias in params["logit_bias"].items()}}
+    return SamplingParams(**params, detokenize=False)
+
+
 def answer(job: dict) -> dict:
     """Run one job in this process."""
     import gc
 
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     arguments = dict(dtype="float32", max_model_len=512, max_num_seqs=8, enforce_eager=True, disable_log_stats=False)
     arguments.update(job.get("engine", {}))
@@ -68,10 +78,16 @@ def answer(job: dict) -> dict:
     if "tokenizer" not in arguments and not list(Path(job["model"]).glob("tokenizer*")):
         arguments["skip_tokenizer_init"] = True
     llm = LLM(job["model"], **arguments)
+    probe = None
+    if "probe" in job:
+        import probes
+
+        probe = getattr(probes, job["probe"])(llm)
+        next(probe)
     try:
         batches = []
         for batch in job["batches"]:
-            params = [SamplingParams(**r["params"], detokenize=False) for r in batch]
+            params = [sampling_params(r["params"]) for r in batch]
             prompts = []
             for r in batch:
                 prompt = r["prompt"]
@@ -92,10 +108,11 @@ def answer(job: dict) -> dict:
         }
         if "spec" in job:
             result["rounds"] = llm.collective_rpc("subspec_rounds")[0]
-        if "probe" in job:
-            import probes
-
-            result["probe"] = getattr(probes, job["probe"])(llm, job)
+        if probe is not None:
+            try:
+                next(probe)
+            except StopIteration as end:
+                result["probe"] = end.value
         return result
     finally:
         llm.llm_engine.engine_core.shutdown()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 
@@ -70,9 +70,14 @@ def make_config(given: dict[str, Any], target_model_config: Any, target_parallel
         )
     wanted = given.pop("num_speculative_tokens", None)
     given.pop("method", None)
-    made = SubSpecConfig(
-        **given, target_model_config=target_model_config, target_parallel_config=target_parallel_config
-    )
+    try:
+        made = SubSpecConfig(
+            **given, target_model_config=target_model_config, target_parallel_config=target_parallel_config
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = problem["loc"][0] if problem["loc"] else "the speculative config"
+        raise ValueError(f"subspec: {where} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}") from None
     if wanted is not None and wanted != made.num_speculative_tokens:
         raise ValueError(
             f"subspec: num_speculative_tokens is {wanted} but tree_width x tree_depth is {made.tree_width} x "

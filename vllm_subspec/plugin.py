@@ -1,8 +1,9 @@
 """What vLLM loads: `register` in every process (``vllm.general_plugins``).
 
 Two methods of vLLM's EngineArgs are wrapped, so that ``{"method": "subspec"}`` makes our speculative config, our
-worker class is chosen for that engine, and what cannot work is refused at the start. Everything else of the plugin is
-reached through that worker class. Without the method both wrappers call vLLM's own and change nothing.
+worker class is chosen for that engine, and what cannot work is refused at the start; and the check by which vLLM
+refuses requests that its own speculative methods cannot serve. Everything else of the plugin is reached through the
+worker class. Without the method the wrappers call vLLM's own and change nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ logger = logging.getLogger("vllm.subspec")
 
 
 def register() -> None:
-    """Hook vLLM's EngineArgs, once, on a supported vLLM; elsewhere say so and leave vLLM untouched."""
+    """Set the hooks, once, on a supported vLLM; elsewhere say so and leave vLLM untouched."""
     _, installed = vllm_build()
     if not is_supported(installed):
         logger.warning("subspec: this plugin needs vLLM %s.x and is off on vLLM %s", SUPPORTED, installed)
         return
+    from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
 
+    _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
     _wrap(EngineArgs, "create_speculative_config", _create_speculative_config)
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
 
@@ -55,18 +58,17 @@ def _create_speculative_config(original, args: EngineArgs, target_model_config, 
         cpu.disarm()
         return original(args, target_model_config, target_parallel_config)
     from .config import make_config
-    from .support import check_environment
+    from .support import check_arguments
 
     given = dict(args.speculative_config or {})
-    given.update(num_speculative_tokens=args.spec_tokens) if args.spec_tokens is not None else None
-    given.update(model=args.spec_model) if args.spec_model is not None else None
+    for key, flag in (("num_speculative_tokens", args.spec_tokens), ("model", args.spec_model)):
+        if flag is not None:
+            given[key] = flag
     made = make_config(given, target_model_config, target_parallel_config)
     check_manifest()
-    check_environment()
+    check_arguments(args)
     cpu.arm()
     worker = "worker_cpu.SubSpecCPUWorker" if cpu.is_cpu_build() else "worker.SubSpecWorker"
-    if target_parallel_config.worker_cls != "auto":
-        raise ValueError("subspec: --worker-cls cannot be combined with method subspec, which brings its own; remove it")
     target_parallel_config.worker_cls = f"vllm_subspec.{worker}"
     return made
 
@@ -85,3 +87,9 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
         cpu.disarm()
         raise
     return made
+
+
+def _validate_spec_decode(original, params, speculative_config):
+    # min_p and logit_bias: such requests are served by plain steps.
+    if getattr(speculative_config, "method", None) != "subspec":
+        original(params, speculative_config)

@@ -55,8 +55,7 @@ class SubSpecRunner:
         self.rounds = Rounds()
         self.tree_step: TreeStep | None = None
         self.tree_requests: dict[str, int | None] = {}  # request id -> its max_tokens, where a tree may be drafted
-        self._last_step: tuple[list[str], bool] = ([], False)
-        self._clock = (0.0, 0.0, 0.0)  # start of the step, draft seconds
+        self._clock = (0.0, 0.0)  # start and end of the step's draft
         self._warned = False
 
     # --- load: the target as vLLM loads it, and the draft around its modules

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 
-def check_environment() -> None:
-    """Raise ValueError where the environment forces something that subspec cannot run on."""
+def check_arguments(args: EngineArgs) -> None:
+    """Raise ValueError for what vLLM would refuse later in words that do not help, or what the environment forces."""
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         raise ValueError("subspec: needs vLLM's Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER")
+    if args.worker_cls != "auto":
+        raise ValueError("subspec: brings its own worker class; remove --worker-cls")
+    if args.async_scheduling:
+        raise ValueError("subspec: drafts between two steps of the scheduler; remove --async-scheduling")
+    if args.enable_lora:
+        raise ValueError("subspec: LoRA adapters are not supported; remove --enable-lora")
 
 
 def check_config(vllm_config: VllmConfig) -> None:
@@ -73,8 +80,6 @@ def _problems(c: VllmConfig):
         yield "--enable-prompt-embeds is not supported; remove it"
     if model.enable_sleep_mode:
         yield "--enable-sleep-mode is not supported; remove it"
-    if c.lora_config is not None:
-        yield "LoRA adapters are not supported; remove --enable-lora"
     if c.kv_transfer_config is not None:
         yield "KV connectors are not supported; remove --kv-transfer-config"
     if c.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"):

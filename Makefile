@@ -1,0 +1,24 @@
+# make demo   plain vLLM and subspec side by side, on a small real model
+# make test   the test suite
+# Both set up .venv on the first run (Python 3.11 or newer, gcc; about 2 GB).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test setup clean
+
+demo: setup
+	$(BIN)/vllm-subspec demo
+
+test: setup
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) sh setup.sh
+	touch $@
+
+clean:
+	rm -rf $(VENV)

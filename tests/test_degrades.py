@@ -1,0 +1,127 @@
+"""Near a limit, with several requests, for requests that trees do not serve yet: smaller trees or plain steps."""
+
+from __future__ import annotations
+
+import engine
+import pytest
+from test_lossless import random_requests, tokens
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_checkpoints):
+    """Plain and subspec answers, by name, from one process each."""
+    llama = tiny_checkpoints["llama"]
+    sampled = {"temperature": 0.8, "min_p": 0.05, "seed": 7}
+    shared = random_requests(5, [100], 30)[0]
+    jobs = {
+        "model length": {
+            "model": llama,
+            "engine": {"max_model_len": 128},
+            "batches": [[r] for r in random_requests(1, [100, 126, 127, 5], 500)],
+        },
+        "max tokens": {
+            "model": llama,
+            "batches": [[r] for n in (1, 2, 3, 7) for r in random_requests(2, [12], n)],
+            "probe": "free_blocks",
+        },
+        "several": {
+            "model": llama,
+            "batches": [
+                random_requests(3, [9], 20), random_requests(4, [3, 50, 17, 80, 33], 25),
+                random_requests(6, [11], 25), [*random_requests(7, [8], 40), *random_requests(8, [8, 8], 3)],
+            ],
+            "probe": "free_blocks",
+        },
+        "chunks": {
+            "model": llama,
+            "engine": {"max_num_batched_tokens": 32, "max_num_seqs": 4},
+            "batches": [[r] for r in random_requests(9, [31, 32, 33, 200], 20)],
+        },
+        "prefix cache": {
+            "model": llama,
+            "engine": {"enable_prefix_caching": True, "block_size": 32},
+            "batches": [[shared], [shared], [{**shared, "prompt": shared["prompt"][:70] + [9, 8, 7]}]],
+        },
+        "stops": {
+            "model": llama,
+            "batches": [
+                [{**r, "params": {**r["params"], "stop_token_ids": list(range(3, 60))}}]
+                for r in random_requests(10, [6, 20, 40], 60)
+            ],
+        },
+        "processed": {
+            "model": llama,
+            "batches": [
+                *([r] for r in random_requests(11, [15], 20, repetition_penalty=1.3)),
+                *([r] for r in random_requests(12, [15], 20, logit_bias={"5": 4.0, "6": 4.0})),
+                *([r] for r in random_requests(13, [15], 20, min_tokens=15, stop_token_ids=list(range(3, 200)))),
+                *([r] for r in random_requests(14, [15], 20, logprobs=3)),
+                # Only one token is left to sample from, so this is greedy whatever the noise.
+                *([{**r, "params": {**r["params"], "temperature": 1.0, "top_k": 1, "top_p": 0.9, "n": 2}}]
+                  for r in random_requests(17, [15], 20)),
+            ],
+        },
+        "sampled": {
+            "model": llama,
+            "batches": [[{**r, "params": {**r["params"], **sampled}}] for r in random_requests(15, [15, 60], 20)],
+        },
+    }
+    spec = {"tree_width": 3, "tree_depth": 6}
+    # Seeded sampling depends on the runner's noise, so plain vLLM runs on the same runner for that.
+    same_runner = engine.run([jobs["sampled"]], in_process=True, subspec_env=True)
+    strip = lambda job: {k: v for k, v in job.items() if k != "probe"}  # noqa: E731
+    plain = dict(zip(jobs, engine.plain([strip(job) for job in jobs.values()])))
+    plain["sampled"] = same_runner[0]
+    ours = dict(zip(jobs, engine.subspec([*jobs.values()], **spec)))
+    return plain, ours
+
+
+CASES = ["model length", "max tokens", "several", "chunks", "prefix cache", "stops", "processed", "sampled"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_equal_plain_vllm(answers, case):
+    """Catches: a token lost, repeated or changed at a limit, in a mixed batch, after a cache hit, or for a sampler option."""
+    plain, ours = answers
+    assert tokens(ours[case]) == tokens(plain[case])
+    finish = lambda a: [[r["finish"] for r in b] for b in a["batches"]]  # noqa: E731
+    assert finish(ours[case]) == finish(plain[case])
+
+
+def test_trees_shrink_to_what_the_request_may_still_emit(answers):
+    """Catches: full trees drafted for one remaining token."""
+    _, ours = answers
+    sizes = [r["tree_size"] for r in ours["max tokens"]["rounds"]]
+    assert max(sizes) <= 1 + 3 * 5  # seven tokens: one from the prefill, a tree of depth 5 and its bonus
+    assert min(r["tree_size"] for r in ours["model length"]["rounds"]) == 1
+
+
+def test_one_request_is_speculated_and_several_run_plain(answers):
+    """Catches: speculation that never stops at several requests, or does not resume afterwards."""
+    _, ours = answers
+    trees = [r["tree_size"] > 1 for r in ours["several"]["rounds"]]
+    assert any(trees) and not all(trees)
+    assert trees[-2:] == [True, True] or trees[-1]
+
+
+def test_all_kv_blocks_come_back(answers):
+    """Catches: blocks leaked by trees."""
+    _, ours = answers
+    for case in ("max tokens", "several"):
+        assert ours[case]["probe"]["before"] == ours[case]["probe"]["after"]
+
+
+def test_requests_that_depend_on_more_than_the_argmax_are_not_drafted(answers):
+    """Catches: trees verified by argmax where penalties, bias, logprobs or sampling decide."""
+    _, ours = answers
+    for case in ("processed", "sampled"):
+        assert all(r["tree_size"] == 1 for r in ours[case]["rounds"]), case
+
+
+def test_a_failing_draft_costs_no_request(tiny_checkpoints):
+    """Catches: an exception inside the draft reaching the user, or a wrong token after it."""
+    job = {"model": tiny_checkpoints["llama"], "batches": [[r] for r in random_requests(16, [10, 30], 30)]}
+    (expected,) = engine.plain([job])
+    (answer,) = engine.subspec([{**job, "probe": "failing_draft"}], tree_width=3, tree_depth=6)
+    assert tokens(answer) == tokens(expected)
+    assert answer["probe"] > 4 and any(r["tree_size"] > 1 for r in answer["rounds"])

@@ -1,0 +1,89 @@
+"""Every token is the target's own: float32, greedy, token-identical to plain vLLM."""
+
+from __future__ import annotations
+
+import random
+
+import engine
+import pytest
+from prompts import requests
+
+SETTINGS = [(1, 1), (1, 8), (2, 5), (6, 16), (6, 48)]
+ENGINE = {"max_model_len": 2048}
+
+
+def tau(answer: dict) -> float:
+    trees = [r for r in answer["rounds"] if r["tree_size"] > 1]
+    return sum(r["accepted"] + 1 for r in trees) / len(trees)
+
+
+def tokens(answer: dict) -> list:
+    return [[r["tokens"] for r in batch] for batch in answer["batches"]]
+
+
+def compare_smollm2(model: str, settings: list[tuple[int, int]], max_tokens: int, count: int | None) -> list[dict]:
+    job = {"model": model, "engine": ENGINE, "batches": [[r] for r in requests(max_tokens, count)]}
+    (expected,) = engine.plain([job])
+    answers = engine.subspec([{**job, "spec": {"tree_width": k, "tree_depth": d}} for k, d in settings])
+    for setting, answer in zip(settings, answers):
+        assert answer["v2"]
+        assert tokens(answer) == tokens(expected), setting
+        assert answer["num_gpu_blocks"] == expected["num_gpu_blocks"]  # no second cache
+    return answers
+
+
+def test_smollm2_is_token_identical(smollm2):
+    """Catches: any error in mask, position, slot, acceptance or commit that changes a token of a real model."""
+    shallow, deep = compare_smollm2(smollm2, [(2, 5), (6, 48)], max_tokens=40, count=4)
+    assert tau(shallow) > 2.5 and tau(deep) > 4.0  # trees really are drafted and accepted
+
+
+@pytest.mark.slow
+def test_smollm2_is_token_identical_on_24_prompts(smollm2):
+    """The same on everything: 24 prompts x 96 tokens x five trees (about 40 minutes on two cores)."""
+    compare_smollm2(smollm2, SETTINGS, max_tokens=96, count=None)
+
+
+def random_requests(seed: int, lengths: list[int], max_tokens: int, **params) -> list[dict]:
+    rnd = random.Random(seed)
+    return [
+        {
+            "prompt": [rnd.randrange(3, 320) for _ in range(n)],
+            "params": {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params},
+        }
+        for n in lengths
+    ]
+
+
+def test_every_family_is_token_identical(tiny_checkpoints):
+    """Catches: biases, q/k norms, soft caps, embedding scales or sliding windows lost in the draft or the tree."""
+    batches = [[r] for r in random_requests(0, [5, 40, 130], 48)]
+    jobs = [{"model": path, "batches": batches} for path in tiny_checkpoints.values()]
+    expected = engine.plain(jobs)
+    answers = engine.subspec([{**job, "probe": "sharing"} for job in jobs], tree_width=3, tree_depth=6)
+    for family, want, got in zip(tiny_checkpoints, expected, answers):
+        assert tokens(got) == tokens(want), family
+        assert got["num_gpu_blocks"] == want["num_gpu_blocks"], family
+        assert tau(got) > 2.0, family
+        shared = got["probe"]
+        assert shared["substituted"] == shared["linears"], family  # attention and MLP, fused ones included
+        assert shared["not_shared"] == [], family  # every other tensor is the same object
+        assert shared["changed"] == [], family  # the target's parameters are as they were loaded
+        assert shared["caches"] == shared["layers"], family
+
+
+def test_metrics_and_rounds_agree(tiny_checkpoints):
+    """Catches: vLLM's speculative counters or our rounds counting drafts or accepted tokens wrongly."""
+    job = {"model": tiny_checkpoints["llama"], "batches": [[r] for r in random_requests(1, [9, 30], 40)]}
+    (answer,) = engine.subspec([job], tree_width=3, tree_depth=6)
+    trees = [r for r in answer["rounds"] if r["tree_size"] > 1]
+    metrics = answer["metrics"]
+    assert metrics["vllm:spec_decode_num_drafts"] == len(trees)
+    assert metrics["vllm:spec_decode_num_draft_tokens"] == sum(r["tree_size"] - 1 for r in trees)
+    accepted = sum(r["accepted"] for r in trees)
+    assert metrics["vllm:spec_decode_num_accepted_tokens"] == accepted
+    assert sum(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]) == accepted
+    # Two prefills emit a token each; every later step emits what it accepted and one more.
+    steps = len(answer["rounds"]) - 2
+    assert 2 + accepted + steps == 80
+    assert all(r["draft_seconds"] > 0 and r["verify_seconds"] > 0 for r in trees)

