@@ -11,8 +11,6 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
-os.environ["VLLM_SUBSPEC_CPU"] = os.environ["TRITON_INTERPRET"] = "1"  # unit tests import vLLM with its Triton kernels interpreted
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 
@@ -20,6 +18,10 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+if not has_cuda():  # unit tests run Triton kernels, vLLM's and ours, interpreted
+    os.environ["SUBSPEC_ON_CPU"] = os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -61,7 +63,9 @@ def vllm_parameters():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_stray_engines():
-    """No engine process may outlive the tests."""
+    """No process that the tests started may outlive them: orphans keep their session id."""
     yield
-    left = subprocess.run(["pgrep", "-f", "VLLM::|EngineCore"], capture_output=True, text=True).stdout.split()
+    listed = subprocess.run(["ps", "-eo", "pid=,sid=,args="], capture_output=True, text=True).stdout.splitlines()
+    mine = [line for line in listed if line.split()[1] == str(os.getsid(0)) and "vllm" in line.lower()]
+    left = [line for line in mine if "EngineCore" in line or "VLLM::" in line or "multiprocessing" in line]
     assert not left, f"engine processes left behind: {left}"

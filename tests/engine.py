@@ -29,11 +29,12 @@ def run(jobs: list[dict], in_process: bool = False, subspec_env: bool = False, t
         subspec_env: set the variables that an in-process engine with subspec needs on CPU
     """
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
-    env.pop("VLLM_SUBSPEC_CPU", None)
+    env["OMP_NUM_THREADS"] = "1"  # as in vLLM's own engine processes; two threads that share a busy core crawl
+    env.pop("SUBSPEC_ON_CPU", None)
     env.pop("TRITON_INTERPRET", None)
     env.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if subspec_env:
-        env["VLLM_SUBSPEC_CPU"] = env["TRITON_INTERPRET"] = "1"
+        env["SUBSPEC_ON_CPU"] = env["TRITON_INTERPRET"] = "1"
     with tempfile.TemporaryDirectory() as directory:
         asked, answered = Path(directory) / "jobs.json", Path(directory) / "answers.json"
         asked.write_text(json.dumps(jobs))

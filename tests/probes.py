@@ -43,7 +43,7 @@ def sharing(llm):
         "substituted": sorted(n for n in linears if dict(draft.named_modules())[n] is not dict(target.named_modules())[n]),
         "linears": sorted(linears),
         "changed": sorted(n for n, t in tensors(target).items() if not torch.equal(t, before[n])),
-        "caches": len({c.data_ptr() for c in runner.kv_caches}),
+        "layers_with_cache": sum(len(g.layer_names) for g in runner.kv_cache_config.kv_cache_groups),
         "layers": runner.model_config.hf_text_config.num_hidden_layers,
     }
 
@@ -51,39 +51,48 @@ def sharing(llm):
 def verified_trees(llm):
     """For some rounds: the tree's tokens and parents, the tokens before it, and the target's logits at every node."""
     runner = runner_of(llm)
-    verify, seen = runner._verify, []
+    verify, seen = runner.rejection_sampler.verify, []
 
-    def record(logits, input_batch, *args, **kwargs):
-        step = runner.tree_step
+    def record(logits, input_batch):
+        step = runner.tree
         if step is not None and len(seen) < 4:
             index = int(input_batch.idx_mapping[0])
-            total = step.context_len + 1
-            context = runner.req_states.all_token_ids.gpu[index, :total].tolist()
+            context_len = int(runner.speculator.context_len)
             seen.append(
                 {
-                    "context": context[:-1],
-                    "tokens": step.tree.tokens.tolist(),
-                    "parents": step.tree.parents.tolist(),
+                    "context": runner.req_states.all_token_ids.gpu[index, :context_len].tolist(),
+                    "tokens": step.tokens.tolist(),
+                    "parents": step.parents.tolist(),
                     "logits": logits.float().tolist(),
                 }
             )
-        return verify(logits, input_batch, *args, **kwargs)
+        return verify(logits, input_batch)
 
-    runner.rejection_sampler = record
+    runner.rejection_sampler.verify = record
     yield
     return seen
 
 
 def private_context(llm):
     """The draft attends to an empty context of its own: nothing of what the target wrote."""
+    from vllm_subspec.attention.metadata import TreeMetadata
+
     speculator = runner_of(llm).speculator
-    draft = speculator.draft
+    forward, visible = speculator.forward, TreeMetadata.visible
 
-    def blind(root, context_len, groups, num_nodes):
-        empty = [type(g)(g.layer_names, g.context[:0], g.nodes) for g in groups]
-        return draft(root, context_len, empty, num_nodes)
+    def without_context(metadata, window):
+        seen = visible(metadata, window).clone()
+        seen[:, : int(metadata.context_len)] = False
+        return seen
 
-    speculator.draft = blind
+    def blind(keys):
+        TreeMetadata.visible = without_context
+        try:
+            return forward(keys)
+        finally:
+            TreeMetadata.visible = visible
+
+    speculator.forward = blind
     yield
 
 

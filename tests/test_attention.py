@@ -9,7 +9,7 @@ import pytest
 import torch
 from trees import random_tree
 
-from vllm_subspec.attention.metadata import TreeMetadata
+from vllm_subspec.attention.metadata import KVGroup, tree_metadata
 from vllm_subspec.attention.tree_torch import tree_attention
 
 
@@ -45,10 +45,9 @@ def test_rows_see_context_ancestors_and_nothing_out_of_the_window(window, seed):
     """Catches: siblings or cousins visible, a window by slot instead of position, an off-by-one window."""
     tree, context_len = random_tree(random.Random(seed), 12, 4), 6
     rows = torch.arange(3, 12)
-    metadata = TreeMetadata(
-        context=torch.arange(100, 106), nodes=torch.arange(106, 118), mask=tree.ancestors[rows],
-        row_positions=context_len + tree.depths[rows], node_positions=context_len + tree.depths,
-    )  # fmt: skip
+    group = KVGroup(["layer"], torch.tensor([7, 3, 5], dtype=torch.int32), torch.zeros(12))
+    metadata = tree_metadata([group], torch.tensor(context_len), tree, rows, max_keys=64, max_rows=9)["layer"]
+    assert metadata.slots(8).tolist() == [7 * 8 + i for i in range(8)] + [3 * 8 + i for i in range(8)] + [40, 41]
     visible = metadata.visible(window)
     positions = [*range(context_len), *(context_len + int(d) for d in tree.depths)]
     for i, row in enumerate(rows.tolist()):

@@ -12,12 +12,12 @@ def answers(tiny_checkpoints):
     """Plain and subspec answers, by name, from one process each."""
     llama = tiny_checkpoints["llama"]
     sampled = {"temperature": 0.8, "min_p": 0.05, "seed": 7}
-    shared = random_requests(5, [100], 30)[0]
+    shared = random_requests(5, [100], 16)[0]
     jobs = {
         "model length": {
             "model": llama,
             "engine": {"max_model_len": 128},
-            "batches": [[r] for r in random_requests(1, [100, 126, 127, 5], 500)],
+            "batches": [[r] for r in random_requests(1, [100, 126, 127], 500)],
         },
         "max tokens": {
             "model": llama,
@@ -27,8 +27,8 @@ def answers(tiny_checkpoints):
         "several": {
             "model": llama,
             "batches": [
-                random_requests(3, [9], 20), random_requests(4, [3, 50, 17, 80, 33], 25),
-                random_requests(6, [11], 25), [*random_requests(7, [8], 40), *random_requests(8, [8, 8], 3)],
+                random_requests(3, [9], 12), random_requests(4, [3, 50, 17, 80, 33], 10),
+                random_requests(6, [11], 12), [*random_requests(7, [8], 24), *random_requests(8, [8, 8], 3)],
             ],
             "probe": "free_blocks",
         },
@@ -52,18 +52,18 @@ def answers(tiny_checkpoints):
         "processed": {
             "model": llama,
             "batches": [
-                *([r] for r in random_requests(11, [15], 20, repetition_penalty=1.3)),
-                *([r] for r in random_requests(12, [15], 20, logit_bias={"5": 4.0, "6": 4.0})),
-                *([r] for r in random_requests(13, [15], 20, min_tokens=15, stop_token_ids=list(range(3, 200)))),
-                *([r] for r in random_requests(14, [15], 20, logprobs=3)),
+                *([r] for r in random_requests(11, [15], 8, repetition_penalty=1.3)),
+                *([r] for r in random_requests(12, [15], 8, logit_bias={"5": 4.0, "6": 4.0})),
+                *([r] for r in random_requests(13, [15], 8, min_tokens=6, stop_token_ids=list(range(3, 120)))),
+                *([r] for r in random_requests(14, [15], 8, logprobs=3)),
                 # Only one token is left to sample from, so this is greedy whatever the noise.
                 *([{**r, "params": {**r["params"], "temperature": 1.0, "top_k": 1, "top_p": 0.9, "n": 2}}]
-                  for r in random_requests(17, [15], 20)),
+                  for r in random_requests(17, [15], 8)),
             ],
         },
         "sampled": {
             "model": llama,
-            "batches": [[{**r, "params": {**r["params"], **sampled}}] for r in random_requests(15, [15, 60], 20)],
+            "batches": [[{**r, "params": {**r["params"], **sampled}}] for r in random_requests(15, [15, 60], 10)],
         },
     }
     spec = {"tree_width": 3, "tree_depth": 6}

@@ -51,6 +51,6 @@ def test_loading_the_plugin_imports_no_engine_code():
         "assert ours == ['vllm_subspec', 'vllm_subspec.compat', 'vllm_subspec.plugin'], ours;"
         "assert 'hqq' not in sys.modules and 'vllm.v1.worker.gpu.model_runner' not in sys.modules"
     )
-    env = {k: v for k, v in os.environ.items() if k not in ("VLLM_SUBSPEC_CPU", "TRITON_INTERPRET")}
+    env = {k: v for k, v in os.environ.items() if k not in ("SUBSPEC_ON_CPU", "TRITON_INTERPRET")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

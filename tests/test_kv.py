@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_subspec.kv.commit import commit
-from vllm_subspec.kv.layout import read_slots
+from vllm_subspec.kv.layout import read_slots, slots_at
 
 KV_HEADS, SIZE, BLOCK = 3, 64, 32
 
@@ -54,13 +54,15 @@ def test_commit_moves_overlapping_paths(seed):
     rnd = random.Random(seed)
     torch.manual_seed(seed)
     cache = Cache(torch.float32)
-    slots = torch.randperm(6 * BLOCK)[: rnd.randrange(2, 60)]  # slots of consecutive positions need not be consecutive
+    table = torch.randperm(6).int()  # consecutive blocks of a request lie anywhere
+    slots = slots_at(table, torch.arange(6 * BLOCK), BLOCK)
     keys, values = cache.write(slots)
-    depth = len(slots) - 1
+    context_len, depth = rnd.randrange(0, 90), rnd.randrange(1, 60)
     length = rnd.randrange(0, depth + 1)
-    path = [0, *sorted(rnd.sample(range(1, len(slots)), length))]
+    path = [0, *sorted(rnd.sample(range(1, depth + 1), length))]
     padded = torch.tensor(path + [0] * (depth - length))
-    commit([cache], slots, padded, torch.tensor(length))
+    commit([cache], table, torch.tensor(context_len), padded, torch.tensor(length))
     got_keys, got_values = read_slots(cache, slots)
-    moved = path + list(range(length + 1, len(slots)))  # the rest stays
+    before, tree = list(range(context_len)), [context_len + n for n in path]
+    moved = before + tree + list(range(context_len + len(path), 6 * BLOCK))  # the rest stays
     assert torch.equal(got_keys, keys[moved]) and torch.equal(got_values, values[moved])

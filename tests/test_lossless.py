@@ -69,7 +69,7 @@ def test_every_family_is_token_identical(tiny_checkpoints):
         assert shared["substituted"] == shared["linears"], family  # attention and MLP, fused ones included
         assert shared["not_shared"] == [], family  # every other tensor is the same object
         assert shared["changed"] == [], family  # the target's parameters are as they were loaded
-        assert shared["caches"] == shared["layers"], family
+        assert shared["layers_with_cache"] == shared["layers"], family  # the draft has none of its own
 
 
 def test_metrics_and_rounds_agree(tiny_checkpoints):

@@ -29,7 +29,7 @@ def server(smollm2, tmp_path_factory):
 
     port = get_open_port()
     log = tmp_path_factory.mktemp("server") / "log"
-    env = {k: v for k, v in os.environ.items() if k not in ("VLLM_SUBSPEC_CPU", "TRITON_INTERPRET")}  # as a user's
+    env = {k: v for k, v in os.environ.items() if k not in ("SUBSPEC_ON_CPU", "TRITON_INTERPRET")}  # as a user's
     env["VLLM_LOGGING_LEVEL"] = "INFO"
     command = [
         sys.executable, "-m", "vllm_subspec.cli", "serve", smollm2, "--served-model-name", "m", "--port", str(port),

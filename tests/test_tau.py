@@ -16,7 +16,7 @@ def test_tau_is_the_oracles(smollm2, monkeypatch):
 
     About 15 minutes on two cores.
     """
-    monkeypatch.delenv("VLLM_SUBSPEC_CPU")
+    monkeypatch.delenv("SUBSPEC_ON_CPU")
     monkeypatch.delenv("TRITON_INTERPRET")
     results = measure(smollm2, SETTINGS, 128, dtype="float32", max_model_len=2048, max_num_seqs=1, enforce_eager=True)
     for setting, result, expected in zip(SETTINGS, results, ORACLE):

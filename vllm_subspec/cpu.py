@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from .compat import vllm_build
 from .patching import replaced
 
-MARK = "VLLM_SUBSPEC_CPU"
+MARK = "SUBSPEC_ON_CPU"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _UNSET = object()
 _saved_runner: object = _UNSET  # value of RUNNER before `arm`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,25 +18,16 @@ from .attention.impl import install
 from .kv.commit import commit
 from .patching import replaced
 from .sampler import sample_roots, verify_greedy
-from .speculator import KVGroup, SubSpecSpeculator, tree_metadata
-from .stats import Round, Rounds
-from .substitute.linear import substitute_linear
-from .substitute.model import make_draft, quantize_linears
+from .speculator import SubSpecSpeculator
+from .stats import Rounds
+from .substitute.linear import make_substitutes
+from .substitute.model import make_draft
 from .tree import TokenTree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.subspec")
-
-
-@dataclass
-class TreeStep:
-    """The tree of the step that is under way."""
-
-    tree: TokenTree
-    context_len: int
-    groups: list[KVGroup]
 
 
 def make_runner(runner_cls: type, vllm_config: VllmConfig, device: torch.device) -> Any:
@@ -47,69 +37,86 @@ def make_runner(runner_cls: type, vllm_config: VllmConfig, device: torch.device)
         return runner_cls(vllm_config, device)
 
 
+class Verifier:
+    """Stands where vLLM has its RejectionSampler: called for every step with draft rows."""
+
+    enable_adaptive_verification = False
+
+    def __init__(self, verify):
+        self.verify = verify
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch, draft_logits=None, invalid_drafts=None):
+        return self.verify(logits, input_batch)
+
+
 class SubSpecRunner:
     """Mixed in before vLLM's GPUModelRunner (Model Runner V2)."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
-        self.rounds = Rounds()
-        self.tree_step: TreeStep | None = None
+        self.rounds = Rounds(device)
+        self.tree: TokenTree | None = None  # what the step under way verifies
         self.tree_requests: dict[str, int | None] = {}  # request id -> its max_tokens, where a tree may be drafted
-        self._clock = (0.0, 0.0)  # start and end of the step's draft
+        self._marks: list[Any] = []  # start of the step, end of its draft
         self._warned = False
 
     # --- load: the target as vLLM loads it, and the draft around its modules
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        spec = self.speculative_config
-        quantized = {}
+        substitutes: dict[str, torch.nn.Module] = {}
         process_weights = base_loader.process_weights_after_loading
 
-        def quantize_then_process(model, model_config, target_device):
+        def substitute_then_process(model, model_config, target_device):
             # vLLM's kernels repack weights in place and some drop the original, so substitutes are made before.
             started = time.perf_counter()
-            quantized.update(
-                quantize_linears(
-                    model, spec.substitute_layers, spec.substitute_bits, spec.substitute_group_size, target_device
-                )
-            )
-            logger.info("Quantized %d linears in %.1f s", len(quantized), time.perf_counter() - started)
+            substitutes.update(make_substitutes(model, self.speculative_config, self.device))
+            logger.info("Made %d substitutes in %.1f s", len(substitutes), time.perf_counter() - started)
             process_weights(model, model_config, target_device)
 
-        with replaced(base_loader, "process_weights_after_loading", quantize_then_process):
+        with replaced(base_loader, "process_weights_after_loading", substitute_then_process):
             super().load_model(*args, **kwargs)
-        if not quantized:
+        if not substitutes:
             raise ValueError(
                 f"subspec: --load-format {self.load_config.load_format} does not pass through vLLM's base loader, or "
                 "the model has no linear layers to substitute; use --load-format auto"
             )
-        linears = dict(self.model.named_modules())
-        substitutes = {name: substitute_linear(linears[name], quantized.pop(name)) for name in list(quantized)}
         self.speculator.model = make_draft(self.model, substitutes, self.device)
-
         self.model_state.prepare_attn = self._with_tree_metadata(self.model_state.prepare_attn)
-        self.rejection_sampler = self._verify
+        self.rejection_sampler = Verifier(self._verify)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         context = self.compilation_config.static_forward_context
-        self.attention_layers = [
+        layers = [
             {name: context[name] for name in group.layer_names if isinstance(context[name], Attention)}
             for group in self.kv_cache_config.kv_cache_groups
         ]
-        for layers in self.attention_layers:
-            install(layers)
+        for group in layers:
+            install(group)
+        self.speculator.set_kv_groups(
+            [list(group) for group in layers], [table.shape[1] for table in self.block_tables.input_block_tables]
+        )
+        # A layer that shares another's cache has none of its own to compact.
+        self.cache_owners = [
+            [layer for layer in group.values() if layer.kv_sharing_target_layer_name is None] for group in layers
+        ]
+
+    def capture_model(self, *args: Any, **kwargs: Any) -> int:
+        size = super().capture_model(*args, **kwargs)
+        if self.speculator.graph is None:  # vLLM had nothing of its own to capture
+            self.speculator.capture()
+        return size
 
     # --- draft: between vLLM's slot mapping and its forward pass
 
     def prepare_attn(self, input_batch: InputBatch):
         block_tables, slot_mappings = super().prepare_attn(input_batch)
-        started = time.perf_counter()
-        self.tree_step = self._draft(input_batch, block_tables, slot_mappings)
-        self._clock = (started, time.perf_counter())
+        started = self.rounds.mark()
+        self.tree = self._draft(input_batch, block_tables, slot_mappings)
+        self._marks = [started, self.rounds.mark()]
         return block_tables, slot_mappings
 
-    def _draft(self, input_batch: InputBatch, block_tables, slot_mappings) -> TreeStep | None:
+    def _draft(self, input_batch: InputBatch, block_tables, slot_mappings) -> TokenTree | None:
         """Draft the tree that this step verifies and write it into the batch, if the step is made for one."""
         num_drafts = input_batch.num_draft_tokens
         if (
@@ -121,69 +128,48 @@ class SubSpecRunner:
         ):
             return None
         try:
-            context_len = int(input_batch.num_computed_tokens_np[0])
-            groups = self._kv_groups(context_len, 1 + num_drafts, block_tables, slot_mappings)
-            tree = self.speculator.draft(input_batch.input_ids[0], context_len, groups, num_drafts)
+            for group, table, slots in zip(self.speculator.groups, block_tables, slot_mappings):
+                group.block_table.copy_(table[0])
+                group.node_slots[: 1 + num_drafts] = slots[: 1 + num_drafts]
+                group.node_slots[1 + num_drafts :] = -1
+            tree = self.speculator.draft(input_batch.input_ids[0], input_batch.positions[0], num_drafts)
         except Exception:
             if not self._warned:
                 logger.exception("Drafting failed; requests go on by plain decoding")
             self._warned = True
             return None
         input_batch.input_ids[: len(tree)] = tree.tokens.to(input_batch.input_ids.dtype)
-        input_batch.positions[: len(tree)] = context_len + tree.depths
-        return TreeStep(tree, context_len, groups)
-
-    def _kv_groups(self, context_len: int, num_nodes: int, block_tables, slot_mappings) -> list[KVGroup]:
-        """Slots of the only request's context and tree, per KV cache group."""
-        positions = torch.arange(context_len, device=self.device)
-        groups = []
-        for layers, table, slots in zip(self.attention_layers, block_tables, slot_mappings):
-            if not layers:
-                continue
-            block_size = next(iter(layers.values())).kv_cache.shape[2]
-            context = table[0, positions // block_size].long() * block_size + positions % block_size
-            groups.append(KVGroup(list(layers), context, slots[:num_nodes].long()))
-        return groups
+        input_batch.positions[: len(tree)] = self.speculator.context_len + tree.depths
+        return tree
 
     def _with_tree_metadata(self, prepare_attn):
         """vLLM's metadata, with the attention layers' own exchanged when the step verifies a tree."""
 
         def prepare(input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
             metadata = prepare_attn(input_batch, *args, **kwargs)
-            if (step := self.tree_step) is not None:
-                rows = torch.arange(len(step.tree), device=self.device)
-                tree, _ = tree_metadata(step.groups, step.context_len, step.tree, rows, len(step.tree))
-                metadata = {**metadata, **tree}
+            if self.tree is not None:
+                metadata.update(self.speculator.verification_metadata(self.tree))
             return metadata
 
         return prepare
 
-    # --- verify: instead of vLLM's rejection sampler, for every step with draft rows
+    # --- verify: instead of vLLM's rejection sampler
 
-    def _verify(self, logits: torch.Tensor, input_batch: InputBatch, draft_logits=None, invalid_drafts=None):
-        if self.tree_step is None:
+    def _verify(self, logits: torch.Tensor, input_batch: InputBatch):
+        if self.tree is None:
             return sample_roots(self.sampler, logits, input_batch)
-        tree, groups = self.tree_step.tree, self.tree_step.groups
-        output, path = verify_greedy(tree, logits, self.speculator.tree_depth)
-        for group in groups:
-            layers = [self.compilation_config.static_forward_context[name] for name in group.layer_names]
-            owners = [layer for layer in layers if layer.kv_sharing_target_layer_name is None]
-            commit(owners, group.nodes, path, output.num_sampled[0] - 1)
+        speculator = self.speculator
+        output, path = verify_greedy(self.tree, self.sampler, logits, input_batch, speculator.tree_depth)
+        for layers, group in zip(self.cache_owners, speculator.groups):
+            if layers:
+                commit(layers, group.block_table, speculator.context_len, path, output.num_sampled[0] - 1)
         return output
 
     def sample(self, hidden_states, input_batch: InputBatch, grammar_output):
         sampled = super().sample(hidden_states, input_batch, grammar_output)
-        started, drafted = self._clock
-        self.rounds.add(
-            Round(
-                request=input_batch.req_ids[0],
-                tree_size=len(self.tree_step.tree) if self.tree_step else 1,
-                accepted=int(sampled[1][0]) - 1 if self.tree_step else 0,
-                draft_seconds=drafted - started if self.tree_step else 0.0,
-                verify_seconds=time.perf_counter() - drafted,
-            )
-        )
-        self.tree_step = None
+        size, accepted = (len(self.tree), sampled[1][0] - 1) if self.tree is not None else (1, 0)
+        self.rounds.add(input_batch.req_ids[0], size, accepted, [*self._marks, self.rounds.mark()])
+        self.tree = None
         return sampled
 
     # --- ask: how many draft rows each request wants in the next step
@@ -219,13 +205,15 @@ class SubSpecRunner:
         return DraftTokenIds(proposed.req_ids, [[-1] * count for count in counts])
 
     def _tree_size(self, req_id: str) -> int:
-        """Nodes worth drafting next: no deeper than the tokens that the request may still emit."""
+        """Nodes worth drafting next: no deeper than the tokens that the request may still emit.
+
+        The step is over and its output was read, so reading the token count waits for nothing.
+        """
         if req_id not in self.tree_requests or req_id not in self.req_states.req_id_to_index:
             return 0
         index = self.req_states.req_id_to_index[req_id]
         emitted = int(self.req_states.num_computed_tokens.gpu[index]) + 1 - int(self.req_states.prompt_len.np[index])
-        max_tokens = self.tree_requests[req_id]
-        depth = self.speculator.tree_depth
+        depth, max_tokens = self.speculator.tree_depth, self.tree_requests[req_id]
         if max_tokens is not None:
             depth = max(0, min(depth, max_tokens - emitted - 1))
         return depth * self.speculator.tree_width

@@ -12,7 +12,30 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from .tree import TokenTree, accept
 
 
-def verify_greedy(tree: TokenTree, logits: torch.Tensor, max_depth: int) -> tuple[SamplerOutput, torch.Tensor]:
+def target_tokens(sampler: Sampler, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
+    """[N] int64, the token that vLLM's sampler takes after each row: for greedy requests the argmax.
+
+    On CUDA by vLLM's own kernel, so that exact ties (common in bf16) fall as they do without a tree. On CPU that
+    kernel is interpreted and would crawl over a whole tree; there both take the lowest id.
+    """
+    if logits.device.type == "cpu":
+        return logits.argmax(dim=-1)
+    tokens, _ = sampler.sample(
+        logits,
+        batch.expanded_idx_mapping,
+        batch.idx_mapping,
+        batch.idx_mapping_np,
+        batch.positions[batch.logits_indices],
+        batch.input_ids[batch.logits_indices],
+        batch.expanded_local_pos,
+        batch.seq_lens_cpu_upper_bound.numpy(),
+    )
+    return tokens.view(-1).long()
+
+
+def verify_greedy(
+    tree: TokenTree, sampler: Sampler, logits: torch.Tensor, input_batch: InputBatch, max_depth: int
+) -> tuple[SamplerOutput, torch.Tensor]:
     """Greedy verification of one request's tree.
 
     Args:
@@ -23,11 +46,11 @@ def verify_greedy(tree: TokenTree, logits: torch.Tensor, max_depth: int) -> tupl
     Returns:
         vLLM's sampler output for the request (accepted tokens and the bonus token), and the path that `commit` wants.
     """
-    target_tokens = logits.argmax(dim=-1)
-    path, length = accept(tree, target_tokens, max_depth)
+    tokens = target_tokens(sampler, logits, input_batch)
+    path, length = accept(tree, tokens, max_depth)
     num_sampled = (length + 1).int().view(1)
     output = SamplerOutput(
-        sampled_token_ids=target_tokens[path].view(1, -1),
+        sampled_token_ids=tokens[path].view(1, -1),
         logprobs_tensors=None,
         num_nans=None,
         num_sampled=num_sampled,

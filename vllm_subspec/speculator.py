@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.ir.op import IrOp
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from .attention.metadata import TreeMetadata
+from .attention.impl import warm_up
+from .attention.metadata import KVGroup, TreeMetadata, tree_metadata
 from .tree import TokenTree, grow
 
+logger = init_logger("vllm.subspec.speculator")
 
-@dataclass
-class KVGroup:
-    """One KV cache group of one request during a round."""
-
-    layer_names: list[str]
-    context: torch.Tensor
-    """[context_len] int64, slots of the committed tokens"""
-    nodes: torch.Tensor
-    """[N] int64, slots of the tree's nodes: the N that follow the context"""
-
-
-def tree_metadata(
-    groups: list[KVGroup], context_len: int, tree: TokenTree, rows: torch.Tensor, num_keys: int
-) -> tuple[dict[str, TreeMetadata], dict[str, torch.Tensor]]:
-    """Attention metadata and slot mapping, by layer name, for a pass over some nodes of a tree.
-
-    Args:
-        context_len: committed tokens
-        rows: [r] int64, the nodes that the pass processes
-        num_keys: nodes 0 .. num_keys - 1 have their KV once the pass has written its own
-    """
-    metadata, slot_mapping = {}, {}
-    for group in groups:
-        shared = TreeMetadata(
-            context=group.context,
-            nodes=group.nodes[:num_keys],
-            mask=tree.ancestors[rows, :num_keys],
-            row_positions=context_len + tree.depths[rows],
-            node_positions=context_len + tree.depths[:num_keys],
-        )
-        slots = group.nodes[rows]
-        for name in group.layer_names:
-            metadata[name], slot_mapping[name] = shared, slots
-    return metadata, slot_mapping
+WARM_UPS = 3  # runs of a step before it is captured: kernels compile, libraries make their workspaces
 
 
 class SubSpecSpeculator(BaseSpeculator):
@@ -56,6 +27,8 @@ class SubSpecSpeculator(BaseSpeculator):
     vLLM asks for drafts at the end of a step, when the next step's KV slots are not allocated yet. So `propose`
     answers with placeholders, the scheduler grants slots for a whole tree, and the runner calls `draft` at the start
     of the step that verifies it, in exactly those slots.
+
+    All state of a draft is in device tensors that stay where they are, so that one pass is one CUDA graph.
     """
 
     draft_logits = None
@@ -64,54 +37,131 @@ class SubSpecSpeculator(BaseSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         spec = vllm_config.speculative_config
         self.vllm_config = vllm_config
+        self.device = device
         self.tree_width: int = spec.tree_width
         self.tree_depth: int = spec.tree_depth
         self.draft_temperature: float = spec.draft_temperature
-        self.device = device
+        self.max_keys: int = vllm_config.model_config.max_model_len
         self.model: torch.nn.Module | None = None  # the draft; set when the target is loaded
+        self.groups: list[KVGroup] = []  # set when the KV cache is there
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+        k = self.tree_width
+        self.tree = TokenTree.empty(1 + k * self.tree_depth, device)
+        self.context_len = torch.zeros((), dtype=torch.int64, device=device)
+        self.leaves = torch.zeros(k, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(k, device=device)
+        self.new = torch.zeros(k, dtype=torch.int64, device=device)
+        # At the start all k leaves are the root; only the first may have children.
+        self._first_level = torch.arange(1, 1 + k, device=device)
+        self._first_scores = torch.full((k,), float("-inf"), device=device)
+        self._first_scores[0] = 0.0
         self._placeholders = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, spec.num_speculative_tokens, dtype=torch.int64, device=device
         )
+
+    def propose(self, input_batch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._placeholders[: input_batch.num_reqs]
+
+    def set_kv_groups(self, layer_names: list[list[str]], block_table_widths: list[int]) -> None:
+        """Buffers for one request's block table and node slots, per KV cache group."""
+        self.graph = None  # it would write to the cache that was there before
+        self.groups = [
+            KVGroup(
+                names,
+                torch.zeros(width, dtype=torch.int32, device=self.device),
+                torch.full((len(self.tree),), -1, dtype=torch.int64, device=self.device),
+            )
+            for names, width in zip(layer_names, block_table_widths)
+        ]
+
+    def draft(self, root: torch.Tensor, context_len: torch.Tensor, num_nodes: int) -> TokenTree:
+        """Grow a tree of ``num_nodes`` nodes after the root, in the slots that `groups` names.
+
+        Args:
+            root: [] int, the last emitted token; it is in no cache yet, so the first pass processes it
+            context_len: [] int, committed tokens before the root
+            num_nodes: nodes besides the root, at most width x depth
+
+        Returns:
+            The tree, in buffers that the next draft overwrites.
+        """
+        k = self.tree_width
+        self.tree.tokens[0] = root
+        self.context_len.copy_(context_len)
+        self.leaves.zero_()
+        self.scores.copy_(self._first_scores)
+        self.new.copy_(self._first_level)
+        for level in range(-(-num_nodes // k)):
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self.step(num_keys=1 + k * level)
+        return self.tree.first(1 + num_nodes)
+
+    def step(self, num_keys: int) -> None:
+        """One draft pass: the current leaves go through the draft, the next level comes out.
+
+        Args:
+            num_keys: nodes 0 .. num_keys - 1 may have KV; more than there are costs time only
+        """
+        logits = self.forward(self.tree.first(num_keys))
+        scores = grow(self.tree, self.leaves, self.scores, logits, self.new, self.draft_temperature)
+        self.scores.copy_(scores)
+        self.leaves.copy_(self.new)
+        self.new += self.tree_width
+
+    def forward(self, keys: TokenTree) -> torch.Tensor:
+        """The draft's logits after each leaf, [k, vocabulary]; its KV goes to the leaves' slots."""
+        slot_mapping = {}
+        for group in self.groups:
+            slot_mapping.update(dict.fromkeys(group.layer_names, group.node_slots[self.leaves]))
+        context = set_forward_context(
+            tree_metadata(self.groups, self.context_len, keys, self.leaves, self.max_keys, self.tree_width),
+            self.vllm_config,
+            num_tokens=self.tree_width,
+            slot_mapping=slot_mapping,
+            skip_compiled=True,
+        )
+        with context, self._own_kernels():
+            hidden = self.model(
+                input_ids=self.tree.tokens[self.leaves].int(),
+                positions=self.context_len + self.tree.depths[self.leaves],
+            )
+            return self.model.compute_logits(hidden)
+
+    def _own_kernels(self) -> ExitStack:
+        """On CUDA, vLLM's fused kernels for what the compiled target leaves to its compiler."""
+        stack = ExitStack()
+        if self.device.type == "cuda":
+            for op in IrOp.registry.values():
+                if "vllm_c" in op.supported_providers():
+                    stack.enter_context(op.set_priority(["vllm_c", "native"]))
+        return stack
+
+    def verification_metadata(self, tree: TokenTree) -> dict[str, TreeMetadata]:
+        """Attention metadata, by layer name, for the target's pass over all nodes of the last drafted tree."""
+        return tree_metadata(self.groups, self.context_len, tree, slice(None), self.max_keys, len(self.tree))
+
+    # --- CUDA graph
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         pass
 
     def capture(self) -> None:
-        pass
-
-    def propose(self, input_batch, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._placeholders[: input_batch.num_reqs]
-
-    def draft(self, root: torch.Tensor, context_len: int, groups: list[KVGroup], num_nodes: int) -> TokenTree:
-        """Grow a tree of ``num_nodes`` nodes after the root, in the request's own KV slots.
-
-        Args:
-            root: [] int, the last emitted token; it is in no cache yet, so the first pass processes it
-            context_len: committed tokens before the root
-            groups: where the request's KV lies
-            num_nodes: nodes besides the root, at most width x depth
-        """
-        k = self.tree_width
-        levels = -(-num_nodes // k)
-        tree = TokenTree.empty(1 + k * levels, self.device)
-        tree.tokens[0] = root
-        leaves = torch.zeros(1, dtype=torch.int64, device=self.device)
-        scores = torch.zeros(1, device=self.device)
-        for level in range(levels):
-            first_new = 1 + k * level
-            new = torch.arange(first_new, first_new + k, device=self.device)
-            logits = self.forward(tree, leaves, context_len, groups, num_keys=first_new)
-            scores = grow(tree, leaves, scores, logits, new, self.draft_temperature)
-            leaves = new
-        return tree.first(1 + num_nodes)
-
-    def forward(
-        self, tree: TokenTree, leaves: torch.Tensor, context_len: int, groups: list[KVGroup], num_keys: int
-    ) -> torch.Tensor:
-        """One draft pass: the draft's logits after each leaf, [r, vocabulary]."""
-        metadata, slot_mapping = tree_metadata(groups, context_len, tree, leaves, num_keys)
-        with set_forward_context(
-            metadata, self.vllm_config, num_tokens=leaves.shape[0], slot_mapping=slot_mapping, skip_compiled=True
-        ):
-            hidden = self.model(input_ids=tree.tokens[leaves].int(), positions=context_len + tree.depths[leaves])
-        return self.model.compute_logits(hidden)
+        """Capture one draft step, and compile what verification needs. The KV cache must be in place."""
+        for group in self.groups:
+            group.block_table.zero_()  # block 0 belongs to no request
+            group.node_slots.fill_(-1)
+        self.draft(self.tree.tokens[0], self.context_len.zero_(), num_nodes=0)
+        for _ in range(WARM_UPS):
+            self.step(len(self.tree))
+            self.new.copy_(self._first_level)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step(len(self.tree))
+        self.graph = graph
+        context = self.vllm_config.compilation_config.static_forward_context
+        metadata = self.verification_metadata(self.tree)
+        warm_up([context[name] for name in metadata], metadata)
+        logger.info("Captured the draft step: width %d", self.tree_width)

@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from ..kv.layout import read_slots
 from .metadata import TreeMetadata
+from .tree_kernel import paged_tree_attention
 from .tree_torch import tree_attention
 
 
@@ -18,12 +19,32 @@ class TreeAttention:
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         if not isinstance(attn_metadata, TreeMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        rows = attn_metadata.mask.shape[0]
-        keys, values = read_slots(layer, attn_metadata.slots)
-        visible = attn_metadata.visible(layer.sliding_window)
-        soft_cap = self.logits_soft_cap or 0.0
-        output[:rows] = tree_attention(query[:rows], keys, values, visible, self.scale, soft_cap)
+        meta, rows, soft_cap = attn_metadata, attn_metadata.mask.shape[0], self.logits_soft_cap or 0.0
+        if kv_cache.device.type == "cuda":
+            paged_tree_attention(
+                query[:rows], kv_cache, meta.block_table, meta.context_len, meta.mask, meta.row_positions,
+                meta.node_positions, output[:rows], self.scale, soft_cap, layer.sliding_window,
+                max_keys=meta.max_keys, max_rows=meta.max_rows,
+            )  # fmt: skip
+        else:
+            keys, values = read_slots(layer, meta.slots(kv_cache.shape[2]))
+            visible = meta.visible(layer.sliding_window)
+            output[:rows] = tree_attention(query[:rows], keys, values, visible, self.scale, soft_cap)
         return output
+
+
+def warm_up(layers: list[torch.nn.Module], metadata: dict[str, TreeMetadata]) -> None:
+    """Run each kind of layer once on the metadata's rows, so that its kernel is compiled before it is needed."""
+    seen = set()
+    for layer in layers:
+        kind = (layer.sliding_window, layer.num_heads, layer.num_kv_heads, layer.head_size, layer.kv_cache.stride())
+        if kind in seen:
+            continue
+        seen.add(kind)
+        meta = metadata[layer.layer_name]
+        shape = (meta.mask.shape[0], layer.num_heads, layer.head_size)
+        query = torch.zeros(shape, dtype=layer.kv_cache.dtype, device=layer.kv_cache.device)
+        layer.impl.forward(layer, query, None, None, layer.kv_cache, meta, torch.empty_like(query))
 
 
 @cache
@@ -40,6 +61,8 @@ def install(layers: dict[str, torch.nn.Module]) -> None:
     """
     for name, layer in layers.items():
         impl = layer.impl
+        if isinstance(impl, TreeAttention):  # vLLM makes a KV cache for profiling before the real one
+            continue
         unsupported = [
             what
             for what, present in (

@@ -6,40 +6,87 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..kv.layout import slots_at
+from ..tree import TokenTree
+
+
+@dataclass
+class KVGroup:
+    """One of vLLM's KV cache groups, as far as the request under way is concerned. Filled anew each round."""
+
+    layer_names: list[str]
+    block_table: torch.Tensor
+    """[max_blocks] int32"""
+    node_slots: torch.Tensor
+    """[N] int64, the slot of each tree node, -1 where the request was granted none"""
+
 
 @dataclass
 class TreeMetadata:
     """Attention metadata of r rows, each a node of one request's tree, for the layers of one KV cache group.
 
-    A row sees the whole context and, of the tree's s nodes that have KV, those in its row of `mask`; a layer with a
-    sliding window w sees of these only positions above its own minus w.
+    Keys lie at logical positions 0 .. context_len + s - 1 of the request: its committed tokens, then s tree nodes.
+    A row sees the whole context and the nodes in its row of `mask`; a layer with a sliding window w sees of these
+    only keys whose rotary position is above the row's own minus w.
     """
 
-    context: torch.Tensor
-    """[context_len] int64, slots of the request's committed tokens"""
-    nodes: torch.Tensor
-    """[s] int64, slots of the tree's nodes"""
+    block_table: torch.Tensor
+    """[max_blocks] int32"""
+    context_len: torch.Tensor
+    """[] int64"""
     mask: torch.Tensor
     """[r, s] bool"""
     row_positions: torch.Tensor
-    """[r] int64"""
+    """[r] int64, rotary positions"""
     node_positions: torch.Tensor
-    """[s] int64"""
-    _visible: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    """[s] int64, rotary positions"""
+    max_keys: int
+    """context_len + s never exceeds this"""
+    max_rows: int
+    """r of the largest pass of this kind"""
+    _cache: dict = field(default_factory=dict)
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """[context_len + s] int64, slots of all keys"""
-        return torch.cat([self.context, self.nodes])
+    def slots(self, block_size: int) -> torch.Tensor:
+        """[context_len + s] int64, slots of all keys. Reads context_len on the host."""
+        if block_size not in self._cache:
+            positions = torch.arange(int(self.context_len) + self.mask.shape[1], device=self.mask.device)
+            self._cache[block_size] = slots_at(self.block_table, positions, block_size)
+        return self._cache[block_size]
 
     def visible(self, sliding_window: int | None) -> torch.Tensor:
-        """[r, context_len + s] bool, the keys that each row sees in a layer with that window."""
-        if sliding_window not in self._visible:
-            context_len = self.context.shape[0]
+        """[r, context_len + s] bool, the keys that each row sees. Reads context_len on the host."""
+        key = ("visible", sliding_window)
+        if key not in self._cache:
+            context_len = int(self.context_len)
             seen = torch.cat([self.mask.new_ones(self.mask.shape[0], context_len), self.mask], dim=1)
             if sliding_window is not None:
                 context_positions = torch.arange(context_len, device=self.mask.device)
                 positions = torch.cat([context_positions, self.node_positions])
                 seen &= positions[None, :] > self.row_positions[:, None] - sliding_window
-            self._visible[sliding_window] = seen
-        return self._visible[sliding_window]
+            self._cache[key] = seen
+        return self._cache[key]
+
+
+def tree_metadata(
+    groups: list[KVGroup],
+    context_len: torch.Tensor,
+    tree: TokenTree,
+    rows: torch.Tensor | slice,
+    max_keys: int,
+    max_rows: int,
+) -> dict[str, TreeMetadata]:
+    """Attention metadata, by layer name, for a pass over some nodes of a tree.
+
+    Args:
+        context_len: [] int64, committed tokens
+        tree: its s nodes are the keys besides the context; nodes without KV are no ancestors of any row
+        rows: the nodes that the pass processes
+    """
+    positions = context_len + tree.depths
+    metadata = {}
+    for group in groups:
+        shared = TreeMetadata(
+            group.block_table, context_len, tree.ancestors[rows], positions[rows], positions, max_keys, max_rows
+        )
+        metadata.update(dict.fromkeys(group.layer_names, shared))
+    return metadata

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import torch
 
-from .layout import read_slots
+from .layout import read_slots, slots_at
+from .move_kernel import move_kv
 
 PAD_SLOT = -1
 """vLLM's kernels write nothing to this slot."""
 
 
-def commit(layers: list[torch.nn.Module], slots: torch.Tensor, path: torch.Tensor, length: torch.Tensor) -> None:
-    """Move the KV of ``path[1 : length + 1]`` to the slots of nodes 1 .. length, in every layer.
+def commit(
+    layers: list[torch.nn.Module],
+    block_table: torch.Tensor,
+    context_len: torch.Tensor,
+    path: torch.Tensor,
+    length: torch.Tensor,
+) -> None:
+    """Move the KV of tree nodes ``path[1 : length + 1]`` to the places of nodes 1 .. length, in every layer.
 
-    All sources of a layer are read before any of its slots is written: source and destination overlap.
+    Node i lies at logical position ``context_len + i``. All sources of a layer are read before any is overwritten:
+    source and destination overlap.
 
     Args:
-        layers: vLLM's Attention layers that own a cache, all of one KV cache group
-        slots: [N] int64, the slot of each tree node in that group
+        layers: vLLM's Attention layers that own a cache, all of one KV cache group, at least one
+        block_table: [max_blocks] int32, the request's row in that group
+        context_len: [] int64
         path: [D + 1] int64, the accepted path (see `accept`)
         length: [] int64, accepted tokens
     """
+    if path.device.type == "cuda":
+        move_kv([layer.kv_cache for layer in layers], block_table, context_len, path, length)
+        return
+    block_size = layers[0].kv_cache.shape[2]
     steps = torch.arange(1, path.shape[0], device=path.device)
-    source = slots[path[1:]]
-    target = torch.where(steps <= length, slots[steps.clamp(max=slots.shape[0] - 1)], PAD_SLOT)
+    accepted = steps <= length
+    source = slots_at(block_table, context_len + path[1:], block_size)
+    target = slots_at(block_table, context_len + torch.where(accepted, steps, 0), block_size)
+    target = torch.where(accepted, target, PAD_SLOT)
     for layer in layers:
         keys, values = read_slots(layer, source)
         layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, target)

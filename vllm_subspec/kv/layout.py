@@ -12,31 +12,39 @@ import torch
 PROBE_BASE = 256  # two digits below this are exact in every dtype that a KV cache has
 
 
+def slots_at(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Slot numbers, as in vLLM's slot mapping, of a request's logical positions.
+
+    Args:
+        block_table: [max_blocks] int32, the request's row
+        positions: [s] int64, inside the blocks that the request holds
+    """
+    return block_table[positions // block_size].long() * block_size + positions % block_size
+
+
 def read_slots(layer: torch.nn.Module, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy keys and values out of a layer's cache.
 
     Args:
         layer: vLLM's Attention layer, bound to its cache
-        slots: [s] int64, slot numbers as in vLLM's slot mapping
+        slots: [s] int64
 
     Returns:
-        keys [s, num_kv_heads, head_size], values [s, num_kv_heads, head_size_v], in the cache's dtype.
+        keys, values: [s, num_kv_heads, head_size] each, in the cache's dtype.
     """
     cache = layer.kv_cache
     block_size = cache.shape[2]
     block, offset = slots // block_size, slots % block_size
     if cache.device.type != "cpu":
-        rows = cache[block, :, offset]  # [s, kv heads, 2 * head size]
-        return rows[..., : layer.head_size], rows[..., layer.head_size :]
+        keys, values = cache[block, :, offset].split(layer.head_size, dim=-1)  # [s, kv heads, key | value]
+        return keys, values
     halves = cache.view(*cache.shape[:2], 2, -1)  # [block, kv head, key | value, elements of one half]
-    return tuple(
-        halves[:, :, half][block[:, None, None], _heads(cache)[None, :, None], place[offset][:, None, :]]
+    heads = torch.arange(cache.shape[1])
+    keys, values = (
+        halves[:, :, half][block[:, None, None], heads[None, :, None], place[offset][:, None, :]]
         for half, place in enumerate(_places(layer))
     )
-
-
-def _heads(cache: torch.Tensor) -> torch.Tensor:
-    return torch.arange(cache.shape[1])
+    return keys, values
 
 
 def _places(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

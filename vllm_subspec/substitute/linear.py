@@ -12,13 +12,30 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import pack_quant
 from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
 from vllm.scalar_type import scalar_types
 
-from .model import shallow_copy
-from .quantize import QuantizedWeight
+from .model import linears_to_substitute, shallow_copy
+from .quantize import QuantizedWeight, fitting_group_size, quantize
 
 logger = init_logger("vllm.subspec.substitute")
 
 KERNELS: dict[str, type[MPLinearKernel]] = {"cuda": MarlinLinearKernel, "cpu": CPUWNA16LinearKernel}
 """vLLM's 4-bit products that take integer zero-points and multiply by exactly the quantized values."""
+
+
+def make_substitutes(model: torch.nn.Module, spec, device: torch.device) -> dict[str, LinearBase]:
+    """The substitutes that the speculative config asks for, by the name of the linear that they stand in for.
+
+    One weight at a time goes to ``device``, is quantized and packed there, so that never more than one lies there
+    unpacked. To be called when the weights are loaded and before vLLM repacks them.
+
+    Args:
+        spec: the SubSpecConfig
+    """
+    substitutes = {}
+    for name, linear in linears_to_substitute(model, spec.substitute_layers).items():
+        weight = linear.weight.data.to(device)
+        group_size = fitting_group_size(spec.substitute_group_size, weight.shape[1])
+        substitutes[name] = substitute_linear(linear, quantize(weight, spec.substitute_bits, group_size))
+    return substitutes
 
 
 def substitute_linear(linear: LinearBase, quantized: QuantizedWeight) -> LinearBase:
@@ -73,9 +90,9 @@ class KernelMethod(LinearMethodBase):
         raise NotImplementedError("made from a QuantizedWeight")
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # The bias is the target's own tensor, and kernels permute theirs: it is added outside.
+        # The bias is the target's own tensor, and kernels permute or convert theirs: it is added outside.
         out = self.kernel.apply_weights(self.weights, x)
-        return out if bias is None else out + bias
+        return out if bias is None else out + bias.to(out.dtype)
 
 
 def _packed(quantized: QuantizedWeight) -> torch.nn.Module:

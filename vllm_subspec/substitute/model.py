@@ -6,10 +6,10 @@ import copy
 import re
 
 import torch
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from .offloaded import offloaded_parameters
-from .quantize import QuantizedWeight, fitting_group_size, quantize
 
 
 def linears_to_substitute(model: torch.nn.Module, which: str) -> dict[str, LinearBase]:
@@ -39,19 +39,6 @@ def linears_to_substitute(model: torch.nn.Module, which: str) -> dict[str, Linea
     return chosen
 
 
-def quantize_linears(
-    model: torch.nn.Module, which: str, bits: int, group_size: int, device: torch.device
-) -> dict[str, QuantizedWeight]:
-    """Quantize, one weight at a time on ``device``, what `linears_to_substitute` chose.
-
-    To be called when the weights are loaded and before vLLM repacks them.
-    """
-    return {
-        name: quantize(linear.weight.data.to(device), bits, fitting_group_size(group_size, linear.weight.shape[1]))
-        for name, linear in linears_to_substitute(model, which).items()
-    }
-
-
 def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
     """A module of the same class with the same tensors and children, whose tables can be changed on their own.
 
@@ -67,7 +54,7 @@ def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
 def make_draft(model: torch.nn.Module, substitutes: dict[str, LinearBase], device: torch.device) -> torch.nn.Module:
     """The target's structure with some linears replaced and everything else the same object.
 
-    Only modules on the way to a replaced linear or an offloaded parameter are copied, and only their tables.
+    Only modules on the way to something that differs are copied, and only their tables: tensors are shared.
     Offloaded parameters that are no linear weight (norms, biases: a few KB a layer) get a resident copy.
 
     Args:
@@ -89,13 +76,17 @@ def make_draft(model: torch.nn.Module, substitutes: dict[str, LinearBase], devic
         children = {
             name: build(child, f"{prefix}{name}.") for name, child in module._modules.items() if child is not None
         }
-        if not own and all(child is module._modules[name] for name, child in children.items()):
-            if "forward" not in module.__dict__:
-                return module
+        same_children = all(child is module._modules[name] for name, child in children.items())
+        # The compiled target leaves these to its compiler; the draft runs as it is and takes vLLM's fused kernel.
+        fused = isinstance(module, CustomOp) and device.type == "cuda"
+        if same_children and not own and not fused and "forward" not in module.__dict__:
+            return module
         copied = shallow_copy(module)
         copied._modules.update(children)
         copied._parameters.update(own)
         copied.do_not_compile = True  # never the target's compiled graph
+        if fused:
+            copied._forward_method = copied.forward_cuda
         return copied
 
     return build(model, "")

@@ -34,6 +34,10 @@ def fitting_group_size(group_size: int, input_size: int) -> int:
     return math.gcd(group_size, input_size)
 
 
+MAX_WEIGHTS = 1 << 23
+"""Weights that HQQ works on at once: it holds about ten float32 copies."""
+
+
 def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
     """HQQ along the input dimension (axis 1) with its half-quadratic optimization of the zero-point.
 
@@ -44,6 +48,14 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
         bits: 4
         group_size: divides ``in``
     """
+    rows = max(1, MAX_WEIGHTS // weight.shape[1])
+    parts = [_quantize_rows(part, bits, group_size) for part in weight.split(rows)]
+    return QuantizedWeight(*(torch.cat(tensors) for tensors in zip(*parts)))
+
+
+def _quantize_rows(
+    weight: torch.Tensor, bits: int, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from hqq.core.quantize import Quantizer
 
     out_size, in_size = weight.shape
@@ -55,7 +67,7 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
     scales = scales.to(weight.dtype).float()  # what the kernels multiply by
     zeros = meta["zero"].float().round().clamp(0, top)
     codes = (weight.float().view(-1, group_size) / scales + zeros).round().clamp(0, top)
-    return QuantizedWeight(
+    return (
         codes.to(torch.uint8).view(out_size, in_size),
         scales.to(weight.dtype).view(out_size, -1),
         zeros.to(torch.uint8).view(out_size, -1),

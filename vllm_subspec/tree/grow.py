@@ -40,6 +40,5 @@ def grow(
     tree.tokens[new] = tokens.flatten()[best]
     tree.parents[new] = parents
     tree.depths[new] = tree.depths[parents] + 1
-    tree.ancestors[new] = tree.ancestors[parents]
-    tree.ancestors[new, new] = True
+    tree.ancestors[new] = tree.ancestors[parents].scatter_(1, new[:, None], True)
     return scores
