@@ -1,8 +1,8 @@
 """Set-up that every test shares. Engines run in processes of their own (see engine.py), one at a time."""
 
 import os
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,9 +63,22 @@ def vllm_parameters():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_stray_engines():
-    """No process that the tests started may outlive them: orphans keep their session id."""
+    """No process that the tests started, recognized by a mark in its environment, may outlive them."""
+    mark = f"SUBSPEC_TEST_RUN={os.getpid()}"
+    os.environ.update([mark.split("=")])
     yield
-    listed = subprocess.run(["ps", "-eo", "pid=,sid=,args="], capture_output=True, text=True).stdout.splitlines()
-    mine = [line for line in listed if line.split()[1] == str(os.getsid(0)) and "vllm" in line.lower()]
-    left = [line for line in mine if "EngineCore" in line or "VLLM::" in line or "multiprocessing" in line]
-    assert not left, f"engine processes left behind: {left}"
+
+    def left() -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (process / "environ").read_text(errors="replace").split("\0"):
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue  # ended meanwhile, or another user's
+        return found
+
+    deadline = time.time() + 20
+    while left() and time.time() < deadline:
+        time.sleep(0.5)
+    assert not left(), f"processes left behind: {left()}"

@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
-def run(jobs: list[dict], in_process: bool = False, subspec_env: bool = False, timeout: int = 1500) -> list[dict]:
+def run(jobs: list[dict], in_process: bool = False, subspec_env: bool = False, timeout: int = 5000) -> list[dict]:
     """Run jobs in a fresh Python process.
 
     Args:

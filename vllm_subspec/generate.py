@@ -21,6 +21,8 @@ class Generation:
     """From the request to its last token, prefill included"""
     rounds: list[dict]
     """`vllm_subspec.stats.Round` of each step after the prefill; empty on a plain engine"""
+    logprobs: list[dict[int, float]]
+    """Of each token the likeliest alternatives, if they were asked for"""
 
     @property
     def passes(self) -> int:
@@ -48,13 +50,19 @@ def stop_engine(llm: LLM) -> None:
 
 
 def generate(
-    llm: LLM, prompt: str, max_tokens: int, speculative: bool, on_text: Callable[[str], None] | None = None
+    llm: LLM,
+    prompt: str,
+    max_tokens: int,
+    speculative: bool,
+    on_text: Callable[[str], None] | None = None,
+    logprobs: int | None = None,
 ) -> Generation:
     """Answer one user message greedily.
 
     Args:
         speculative: whether the engine runs with subspec
         on_text: is called with each piece of text as it arrives
+        logprobs: how many alternatives to report for each token (such a request is not speculated)
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -62,8 +70,10 @@ def generate(
     encoded = llm.get_tokenizer().apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
     )
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA)
-    engine, tokens, text = llm.llm_engine, [], ""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA, logprobs=logprobs
+    )
+    engine, tokens, text, alternatives = llm.llm_engine, [], "", []
     started = time.perf_counter()
     engine.add_request(f"subspec-{started}", {"prompt_token_ids": list(encoded)}, params)
     while engine.has_unfinished_requests():
@@ -71,8 +81,9 @@ def generate(
             piece = output.outputs[0]
             tokens += piece.token_ids
             text += piece.text
+            alternatives += [{t: entry.logprob for t, entry in top.items()} for top in piece.logprobs or []]
             if on_text is not None:
                 on_text(piece.text)
     seconds = time.perf_counter() - started
     rounds = llm.collective_rpc("subspec_rounds")[0][1:] if speculative else []
-    return Generation(tokens, text, seconds, rounds)
+    return Generation(tokens, text, seconds, rounds, alternatives)

@@ -77,12 +77,13 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
     if _method(args) != "subspec":
         return original(args, *call_args, **call_kwargs)
     from . import cpu
-    from .support import check_config
+    from .support import check_config, without_full_graphs
 
     try:
         with cpu.configuring():
             made = original(args, *call_args, **call_kwargs)
             check_config(made)
+            without_full_graphs(made)
     except Exception:
         cpu.disarm()
         raise

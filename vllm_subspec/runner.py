@@ -107,6 +107,12 @@ class SubSpecRunner:
             self.speculator.capture()
         return size
 
+    def set_tree(self, width: int, depth: int) -> None:
+        captured = self.speculator.graph is not None
+        self.speculator.set_tree(width, depth)
+        if captured:
+            self.speculator.capture()
+
     # --- draft: between vLLM's slot mapping and its forward pass
 
     def prepare_attn(self, input_batch: InputBatch):

@@ -38,27 +38,35 @@ class SubSpecSpeculator(BaseSpeculator):
         spec = vllm_config.speculative_config
         self.vllm_config = vllm_config
         self.device = device
-        self.tree_width: int = spec.tree_width
-        self.tree_depth: int = spec.tree_depth
         self.draft_temperature: float = spec.draft_temperature
+        self.max_nodes: int = spec.num_speculative_tokens
         self.max_keys: int = vllm_config.model_config.max_model_len
         self.model: torch.nn.Module | None = None  # the draft; set when the target is loaded
         self.groups: list[KVGroup] = []  # set when the KV cache is there
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-        k = self.tree_width
-        self.tree = TokenTree.empty(1 + k * self.tree_depth, device)
         self.context_len = torch.zeros((), dtype=torch.int64, device=device)
-        self.leaves = torch.zeros(k, dtype=torch.int64, device=device)
-        self.scores = torch.zeros(k, device=device)
-        self.new = torch.zeros(k, dtype=torch.int64, device=device)
-        # At the start all k leaves are the root; only the first may have children.
-        self._first_level = torch.arange(1, 1 + k, device=device)
-        self._first_scores = torch.full((k,), float("-inf"), device=device)
-        self._first_scores[0] = 0.0
         self._placeholders = torch.zeros(
-            vllm_config.scheduler_config.max_num_seqs, spec.num_speculative_tokens, dtype=torch.int64, device=device
+            vllm_config.scheduler_config.max_num_seqs, self.max_nodes, dtype=torch.int64, device=device
         )
+        self.set_tree(spec.tree_width, spec.tree_depth)
+
+    def set_tree(self, width: int, depth: int) -> None:
+        """Draft trees of another shape from now on; a captured step is gone.
+
+        Raises:
+            ValueError: more nodes than the engine was configured for.
+        """
+        if not 1 <= width * depth <= self.max_nodes:
+            raise ValueError(f"subspec: a tree of {width} x {depth} has more than the configured {self.max_nodes} nodes")
+        self.tree_width, self.tree_depth = width, depth
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.tree = TokenTree.empty(1 + width * depth, self.device)
+        self.leaves = torch.zeros(width, dtype=torch.int64, device=self.device)
+        self.scores = torch.zeros(width, device=self.device)
+        self.new = torch.zeros(width, dtype=torch.int64, device=self.device)
+        # At the start all leaves are the root; only the first may have children.
+        self._first_level = torch.arange(1, 1 + width, device=self.device)
+        self._first_scores = torch.full((width,), float("-inf"), device=self.device)
+        self._first_scores[0] = 0.0
 
     def propose(self, input_batch, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._placeholders[: input_batch.num_reqs]
@@ -70,7 +78,7 @@ class SubSpecSpeculator(BaseSpeculator):
             KVGroup(
                 names,
                 torch.zeros(width, dtype=torch.int32, device=self.device),
-                torch.full((len(self.tree),), -1, dtype=torch.int64, device=self.device),
+                torch.full((1 + self.max_nodes,), -1, dtype=torch.int64, device=self.device),
             )
             for names, width in zip(layer_names, block_table_widths)
         ]

@@ -28,6 +28,17 @@ def check_config(vllm_config: VllmConfig) -> None:
         raise ValueError(f"subspec: {problem}")
 
 
+def without_full_graphs(c: VllmConfig) -> None:
+    """Attention of a tree batch must run as it is called: vLLM's full CUDA graphs would replay another's. Piecewise
+    graphs leave attention out and stay. The draft has a graph of its own."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = c.compilation_config
+    if compilation.cudagraph_mode.has_full_cudagraphs():
+        piecewise = compilation.cudagraph_mode.requires_piecewise_compilation()
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+
+
 def _problems(c: VllmConfig):
     spec, model, parallel = c.speculative_config, c.model_config, c.parallel_config
     rows = spec.tree_width * spec.tree_depth + 1

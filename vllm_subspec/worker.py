@@ -14,6 +14,10 @@ class SubSpecWorkerMixin:
         """The rounds since the last call (see `vllm_subspec.stats.Round`), oldest first."""
         return self.model_runner.rounds.take()
 
+    def subspec_set_tree(self, width: int, depth: int) -> None:
+        """Draft trees of another shape from now on, for sweeps: no larger than the engine was configured for."""
+        self.model_runner.set_tree(width, depth)
+
 
 class SubSpecWorker(SubSpecWorkerMixin, Worker):
     """The CUDA worker."""

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip  # must come before anything that touches torch.cuda
-from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.cpu import model_runner as vllm_cpu_runner
 
+from .cpu_kernels import GrammarWorker, use_torch_top_k_top_p
 from .patching import replaced
 from .runner import SubSpecRunner, make_runner
 from .worker import SubSpecWorkerMixin
 
-topk_topp_sampler.HAS_TRITON = False  # the interpreter rejects this kernel; vLLM has a torch path for CPU
+
+class SubSpecCPUModelRunner(SubSpecRunner, vllm_cpu_runner.CPUModelRunner):
+    """The CPU runner."""
+
+    def load_model(self, *args, **kwargs) -> None:
+        super().load_model(*args, **kwargs)
+        use_torch_top_k_top_p()
+        self.structured_outputs_worker = GrammarWorker()
 
 
 class SubSpecCPUWorker(SubSpecWorkerMixin, CPUWorker):
     """The CPU worker; its `init_device` names vLLM's runner class directly."""
 
     def init_device(self):
-        runner_cls = type("SubSpecCPUModelRunner", (SubSpecRunner, vllm_cpu_runner.CPUModelRunner), {})
-        make = lambda vllm_config, device: make_runner(runner_cls, vllm_config, device)  # noqa: E731
+        make = lambda vllm_config, device: make_runner(SubSpecCPUModelRunner, vllm_config, device)  # noqa: E731
         with replaced(vllm_cpu_runner, "CPUModelRunner", make):
             super().init_device()

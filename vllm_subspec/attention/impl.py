@@ -71,6 +71,10 @@ def install(layers: dict[str, torch.nn.Module]) -> None:
                 ("attention that is not causal", layer.attn_type != AttentionType.DECODER),
                 ("chunked attention", getattr(impl, "chunk_lookback", -1) > -1),
                 ("keys and values of different sizes", layer.head_size_v != layer.head_size),
+                (
+                    f"the KV cache layout of {layer.attn_backend.get_name()} (use --attention-backend TRITON_ATTN)",
+                    layer.kv_cache.shape[1] != layer.num_kv_heads or layer.kv_cache.shape[3] != 2 * layer.head_size,
+                ),
                 ("a quantized KV cache", layer.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32")),
             )
             if present

@@ -18,7 +18,7 @@ class KVGroup:
     block_table: torch.Tensor
     """[max_blocks] int32"""
     node_slots: torch.Tensor
-    """[N] int64, the slot of each tree node, -1 where the request was granted none"""
+    """[nodes of the largest tree] int64, the slot of each tree node, -1 where the request was granted none"""
 
 
 @dataclass
