@@ -18,8 +18,7 @@ else
     $pip install -q 'torch==2.13.0+cpu' ||
         fail "pip does not find torch 2.13.0+cpu; set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index and run again"
     $pip install -q -e '.[cpu,demo,test]'
-    # PyPI's torchvision is built for another torch and breaks transformers where it lies beside this one.
-    "$VENV/bin/python" -c 'import torchvision' 2>/dev/null ||
-        $pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null || true
+    # PyPI's builds of these are made for another torch: beside this one they fail to load and break transformers.
+    $pip uninstall -q -y torchvision torchaudio torchcodec
 fi
 "$VENV/bin/python" -m vllm_subspec.smollm2  # the demo's and the tests' model, fetched and converted once
