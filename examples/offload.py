@@ -64,7 +64,7 @@ def run(job: dict, timeout: int) -> dict:
 
 
 def summary(answers: list[dict], width: int, depth: int, t_target: float) -> dict:
-    """The figures of one tree. Speed counts decoding only: from the first token on."""
+    """The figures of one tree. Speed is over whole requests, prefill included; the rest over rounds with a full tree."""
     rounds = [r for a in answers for r in a["rounds"]]
     full = [r for r in rounds if r["tree_size"] == 1 + width * depth]
     tau = sum(r["accepted"] + 1 for r in full) / len(full)

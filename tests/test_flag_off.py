@@ -9,6 +9,8 @@ import sys
 import engine
 from test_lossless import random_requests, tokens
 
+from vllm_subspec.cpu import is_cpu_build
+
 
 def test_plain_engines_before_and_after_one_with_subspec(tiny_checkpoints):
     """Catches: a plain engine on another runner, worker or attention because the plugin is there or was used.
@@ -20,14 +22,8 @@ def test_plain_engines_before_and_after_one_with_subspec(tiny_checkpoints):
     before, ours, after = engine.run([job, {**job, "spec": spec}, job])
     assert tokens(before) == tokens(ours) == tokens(after)
     assert any(r["tree_size"] > 1 for r in ours["rounds"])
-    on_cpu = engine_is_cpu()
+    on_cpu = is_cpu_build()
     assert (before["v2"], ours["v2"], after["v2"]) == ((False, True, False) if on_cpu else (True, True, True))
-
-
-def engine_is_cpu() -> bool:
-    from vllm_subspec.cpu import is_cpu_build
-
-    return is_cpu_build()
 
 
 def test_the_same_classes_run_with_and_without_the_plugin(tiny_checkpoints):
