@@ -13,12 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
-
-def has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
+from engine import has_cuda  # noqa: E402
 
 if not has_cuda():  # unit tests run Triton kernels, vLLM's and ours, interpreted
     os.environ["SUBSPEC_ON_CPU"] = os.environ["TRITON_INTERPRET"] = "1"

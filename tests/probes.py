@@ -130,3 +130,36 @@ def free_blocks(llm):
     before = pool.get_num_free_blocks()
     yield
     return {"before": before, "after": pool.get_num_free_blocks()}
+
+
+def offloaded_and_substituted(llm):
+    """The offloaded parameters, and the linears that have a substitute in the draft, by name."""
+    from vllm_subspec.substitute.offloaded import offloaded_parameters
+
+    runner = runner_of(llm)
+    target, draft = dict(runner.model.named_modules()), dict(runner.speculator.model.named_modules())
+    differs = lambda name: getattr(draft[name], "quant_method", None) is not target[name].quant_method  # noqa: E731
+    substituted = [name for name, m in target.items() if type(m).__name__.endswith("Linear") and differs(name)]
+    yield
+    return {"offloaded": sorted(offloaded_parameters(runner.model)), "substituted": sorted(substituted)}
+
+
+def without_synchronisation(llm):
+    """From the start of each draft to the end of its acceptance and commit, a wait of the host is an error."""
+    runner, rounds = runner_of(llm), []
+    draft, verify = runner._draft, runner.rejection_sampler.verify
+
+    def start(*args):
+        rounds.append(1)
+        torch.cuda.set_sync_debug_mode("error")
+        return draft(*args)
+
+    def end(*args):
+        try:
+            return verify(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    runner._draft, runner.rejection_sampler.verify = start, end
+    yield
+    return len(rounds)
