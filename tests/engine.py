@@ -72,6 +72,13 @@ def sampling_params(params: dict):
     return SamplingParams(**params, detokenize=False)
 
 
+def scores(logprobs) -> list | None:
+    """vLLM's logprobs as JSON: per token its alternatives, [token, logprob, rank] each, in their order."""
+    if logprobs is None:
+        return None
+    return [[[token, entry.logprob, entry.rank] for token, entry in (top or {}).items()] for top in logprobs]
+
+
 def answer(job: dict) -> dict:
     """Run one job in this process."""
     import gc
@@ -80,10 +87,14 @@ def answer(job: dict) -> dict:
 
     arguments = dict(dtype="float32", max_model_len=512, max_num_seqs=8, enforce_eager=True, disable_log_stats=False)
     arguments.update(job.get("engine", {}))
-    if "spec" in job:
-        arguments["speculative_config"] = {"method": "subspec", **job["spec"]}
     if "tokenizer" not in arguments and not list(Path(job["model"]).glob("tokenizer*")):
         arguments["skip_tokenizer_init"] = True
+    if "spec" in job:
+        arguments["speculative_config"] = {"method": "subspec", **job["spec"]}
+    elif os.environ.get("TRITON_INTERPRET") == "1":  # plain vLLM on the same runner
+        from vllm_subspec.cpu_kernels import use_torch_top_k_top_p
+
+        use_torch_top_k_top_p()
     llm = LLM(job["model"], **arguments)
     probe = None
     if "probe" in job:
@@ -104,7 +115,15 @@ def answer(job: dict) -> dict:
                 prompts.append({"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             batches.append(
-                [{"tokens": [list(c.token_ids) for c in o.outputs], "finish": o.outputs[0].finish_reason} for o in outputs]
+                [
+                    {
+                        "tokens": [list(c.token_ids) for c in o.outputs],
+                        "finish": o.outputs[0].finish_reason,
+                        "logprobs": [scores(c.logprobs) for c in o.outputs],
+                        "prompt_logprobs": scores(o.prompt_logprobs),
+                    }
+                    for o in outputs
+                ]
             )
         result = {"batches": batches}
         config = llm.llm_engine.vllm_config

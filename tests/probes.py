@@ -150,9 +150,13 @@ def without_synchronisation(llm):
     draft, verify = runner._draft, runner.rejection_sampler.verify
 
     def start(*args):
-        rounds.append(1)
         torch.cuda.set_sync_debug_mode("error")
-        return draft(*args)
+        tree = draft(*args)
+        if tree is None:
+            torch.cuda.set_sync_debug_mode("default")
+        else:
+            rounds.append(len(tree))
+        return tree
 
     def end(*args):
         try:
@@ -162,4 +166,24 @@ def without_synchronisation(llm):
 
     runner._draft, runner.rejection_sampler.verify = start, end
     yield
-    return len(rounds)
+    return rounds
+
+
+def warmed_up(llm):
+    """vLLM's warm-up of kernels as the CUDA worker runs it. On CPU vLLM leaves it out."""
+    from vllm_subspec.worker import warm_up
+
+    runner, lengths = runner_of(llm), []
+    prepare = runner.prepare_inputs
+
+    def measured(*args, **kwargs):
+        batch = prepare(*args, **kwargs)
+        lengths.append(int(batch.seq_lens_cpu_upper_bound.max()))
+        return batch
+
+    runner.prepare_inputs = measured
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    warm_up(runner, worker.execute_model, worker.sample_tokens)
+    runner.prepare_inputs = prepare
+    yield
+    return {"longest": max(lengths), "trees": runner.num_speculative_steps}

@@ -1,4 +1,4 @@
-"""Near a limit, with several requests, for requests that trees do not serve yet: smaller trees or plain steps."""
+"""Near a limit, with several requests, after a failure: smaller trees or plain steps."""
 
 from __future__ import annotations
 
@@ -111,13 +111,6 @@ def test_all_kv_blocks_come_back(answers):
         assert ours[case]["probe"]["before"] == ours[case]["probe"]["after"]
 
 
-def test_requests_that_depend_on_more_than_the_argmax_are_not_drafted(answers):
-    """Catches: trees verified by argmax where penalties, bias, logprobs or sampling decide."""
-    _, ours = answers
-    for case in ("processed", "sampled"):
-        assert all(r["tree_size"] == 1 for r in ours[case]["rounds"]), case
-
-
 def test_a_failing_draft_costs_no_request(tiny_checkpoints):
     """Catches: an exception inside the draft reaching the user, or a wrong token after it."""
     job = {"model": tiny_checkpoints["llama"], "batches": [[r] for r in random_requests(16, [10, 30], 30)]}
@@ -125,3 +118,14 @@ def test_a_failing_draft_costs_no_request(tiny_checkpoints):
     (answer,) = engine.subspec([{**job, "probe": "failing_draft"}], tree_width=3, tree_depth=6)
     assert tokens(answer) == tokens(expected)
     assert answer["probe"] > 4 and any(r["tree_size"] > 1 for r in answer["rounds"])
+
+
+def test_vllms_warm_up_stays_inside_the_model_length(tiny_checkpoints):
+    """Catches: vLLM's warm-up, made for drafts of a few tokens, that overruns the block table with whole trees."""
+    job = {"model": tiny_checkpoints["llama"], "engine": {"max_model_len": 64}, "probe": "warmed_up"}
+    job["batches"] = [[r] for r in random_requests(18, [10], 30)]
+    (expected,) = engine.plain([{k: v for k, v in job.items() if k != "probe"}])
+    (answer,) = engine.subspec([job], tree_width=3, tree_depth=20)
+    assert answer["probe"]["longest"] <= 64
+    assert answer["probe"]["trees"] == 60  # restored
+    assert tokens(answer) == tokens(expected)

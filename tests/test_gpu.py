@@ -71,9 +71,22 @@ def test_every_token_is_within_rounding_of_the_targets_argmax(smollm2):
 def test_a_round_waits_for_nothing(smollm2):
     """Catches: a host synchronisation between the start of a draft and the end of its commit."""
     job = {**offloaded_job(smollm2, 64, 2, **PREFETCH), "probe": "without_synchronisation"}
+    sampled = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.1, "logprobs": 2}
+    job["batches"] += [[{**r, "params": {**r["params"], **sampled}}] for (r,) in job["batches"]]
     (answer,) = engine.subspec([job])
-    assert answer["probe"] >= 6  # plain steps included
-    assert tau(answer) > 3.0  # the rounds did not fail and fall back
+    assert len(answer["probe"]) >= 12
+    assert tau(answer) > 2.0  # the rounds did not fail and fall back
+
+
+def test_float32_answers_equal_plain_vllm(smollm2):
+    """Catches: what bfloat16's rounding hides, greedy and sampled."""
+    job = offloaded_job(smollm2, 64, 6, dtype="float32", **PREFETCH)
+    for i, (request,) in enumerate(job["batches"][3:]):
+        request["params"] |= {"temperature": 0.8, "top_p": 0.95, "seed": i}
+    (plain,) = engine.plain([job])
+    (ours,) = engine.subspec([job])
+    assert tokens(ours) == tokens(plain)
+    assert tau(ours) > 3.0
 
 
 OFFLOADS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -12,12 +13,11 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner as vllm_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from .attention.impl import install
 from .kv.commit import commit
 from .patching import replaced
-from .sampler import sample_roots, verify_greedy
+from .sampler import ROWS_AT_ONCE, sample_roots, verify_greedy, verify_sampled
 from .speculator import SubSpecSpeculator
 from .stats import Rounds
 from .substitute.linear import make_substitutes
@@ -57,6 +57,7 @@ class SubSpecRunner:
         self.rounds = Rounds(device)
         self.tree: TokenTree | None = None  # what the step under way verifies
         self.tree_requests: dict[str, int | None] = {}  # request id -> its max_tokens, where a tree may be drafted
+        self.argmax_requests: set[str] = set()  # those of them that take the argmax of the target's own logits
         self._marks: list[Any] = []  # start of the step, end of its draft
         self._warned = False
 
@@ -83,6 +84,12 @@ class SubSpecRunner:
         self.speculator.model = make_draft(self.model, substitutes, self.device)
         self.model_state.prepare_attn = self._with_tree_metadata(self.model_state.prepare_attn)
         self.rejection_sampler = Verifier(self._verify)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """vLLM's memory profile of sampling, with the logits of a whole tree: KV cache must not take their place."""
+        super()._dummy_sampler_run(hidden_states)
+        logits = self.model.compute_logits(hidden_states[:1].repeat(1 + self.speculator.max_nodes, 1))
+        logits[:ROWS_AT_ONCE].float().clone()
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
@@ -165,7 +172,8 @@ class SubSpecRunner:
         if self.tree is None:
             return sample_roots(self.sampler, logits, input_batch)
         speculator = self.speculator
-        output, path = verify_greedy(self.tree, self.sampler, logits, input_batch, speculator.tree_depth)
+        verify = verify_greedy if input_batch.req_ids[0] in self.argmax_requests else verify_sampled
+        output, path = verify(self.tree, self.sampler, logits, input_batch, speculator.tree_depth)
         for layers, group in zip(self.cache_owners, speculator.groups):
             if layers:
                 commit(layers, group.block_table, speculator.context_len, path, output.num_sampled[0] - 1)
@@ -183,24 +191,25 @@ class SubSpecRunner:
     def add_requests(self, scheduler_output) -> None:
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            if self._is_greedy(new):
-                self.tree_requests[new.req_id] = new.sampling_params.max_tokens
+            params = new.sampling_params
+            if params is None or params.structured_outputs is not None or not self._may_verify_chains():
+                continue
+            self.tree_requests[new.req_id] = params.max_tokens
+            index = self.req_states.req_id_to_index[new.req_id]
+            if (
+                params.temperature == 0.0
+                and not self.sampler.needs_logits_processing[index]
+                and self.sampler.get_logprobs_dims(np.array([index])) is None
+            ):
+                self.argmax_requests.add(new.req_id)
 
-    def _is_greedy(self, new) -> bool:
-        """Whether the request takes the argmax of the target's own logits, whatever came before."""
-        params = new.sampling_params
-        if params is None:
-            return False
-        index = self.req_states.req_id_to_index[new.req_id]
-        return (
-            params.temperature == 0.0
-            and not self.sampler.needs_logits_processing[index]
-            and self.sampler.sampling_states.num_logprobs[index] == NO_LOGPROBS
-            and params.structured_outputs is None
-        )
+    def _may_verify_chains(self) -> bool:
+        """Whether vLLM's sampler can go over several tokens of one request: these features of it know one only."""
+        return self.sampler.trace_replay_state is None and not self.sampler.return_sampling_mask
 
     def _remove_request(self, req_id: str) -> bool:
         self.tree_requests.pop(req_id, None)
+        self.argmax_requests.discard(req_id)
         return super()._remove_request(req_id)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

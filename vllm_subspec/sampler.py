@@ -1,9 +1,15 @@
-"""What a step with draft rows emits: an accepted path, or one plain token."""
+"""What a step with draft rows emits: an accepted path of the tree, or one plain token.
+
+Every token comes out of vLLM's own sampler, whatever the request asks for (temperature, top-k, top-p, min-p, bias,
+penalties, bad words, logprobs, custom processors); vLLM's noise depends on seed and position only, so it is the token
+that a plain step would have emitted there.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -11,32 +17,14 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from .tree import TokenTree, accept
 
-
-def target_tokens(sampler: Sampler, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
-    """[N] int64, the token that vLLM's sampler takes after each row: for greedy requests the argmax.
-
-    On CUDA by vLLM's own kernel, so that exact ties (common in bf16) fall as they do without a tree. On CPU that
-    kernel is interpreted and would crawl over a whole tree; there both take the lowest id.
-    """
-    if logits.device.type == "cpu":
-        return logits.argmax(dim=-1)
-    tokens, _ = sampler.sample(
-        logits,
-        batch.expanded_idx_mapping,
-        batch.idx_mapping,
-        batch.idx_mapping_np,
-        batch.positions[batch.logits_indices],
-        batch.input_ids[batch.logits_indices],
-        batch.expanded_local_pos,
-        batch.seq_lens_cpu_upper_bound.numpy(),
-    )
-    return tokens.view(-1).long()
+ROWS_AT_ONCE = 64
+"""Rows of processed logits in memory at a time: float32 copies of a whole large tree would take hundreds of MiB."""
 
 
 def verify_greedy(
-    tree: TokenTree, sampler: Sampler, logits: torch.Tensor, input_batch: InputBatch, max_depth: int
+    tree: TokenTree, sampler: Sampler, logits: torch.Tensor, batch: InputBatch, max_depth: int
 ) -> tuple[SamplerOutput, torch.Tensor]:
-    """Greedy verification of one request's tree.
+    """Verification of one request that takes the argmax of the target's own logits, whatever came before.
 
     Args:
         tree: N nodes
@@ -46,7 +34,9 @@ def verify_greedy(
     Returns:
         vLLM's sampler output for the request (accepted tokens and the bonus token), and the path that `commit` wants.
     """
-    tokens = target_tokens(sampler, logits, input_batch)
+    # On CUDA by vLLM's own kernel, so that exact ties (common in bf16) fall as they do without a tree. On CPU that
+    # kernel is interpreted and would crawl over a whole tree; there both take the lowest id.
+    tokens = logits.argmax(dim=-1) if logits.device.type == "cpu" else sample_rows(sampler, logits, batch)
     path, length = accept(tree, tokens, max_depth)
     num_sampled = (length + 1).int().view(1)
     output = SamplerOutput(
@@ -57,6 +47,81 @@ def verify_greedy(
         num_rejected=len(tree) - num_sampled,
     )
     return output, path
+
+
+def verify_sampled(
+    tree: TokenTree, sampler: Sampler, logits: torch.Tensor, batch: InputBatch, max_depth: int
+) -> tuple[SamplerOutput, torch.Tensor]:
+    """Verification of any other request. Arguments and result as of `verify_greedy`.
+
+    First the likely path: at each node the token that the sampler takes there, as if only committed tokens came
+    before it. That is exact unless the tokens before count (penalties, bad words). Then vLLM's sampler goes over this
+    path as over a chain of drafts, where it knows what came before each row. Its word holds, as far as it agrees.
+    """
+    path, likely = likely_path(tree, sampler, logits, batch, max_depth)
+    output = sampler(logits[path], as_chain(batch, path))
+    tokens = output.sampled_token_ids.view(-1)
+    steps = torch.arange(1, path.shape[0], device=path.device)
+    agrees = (tokens[:-1] == tree.tokens[path[1:]]) & (steps <= likely)
+    output.sampled_token_ids = tokens.view(1, -1)
+    output.num_sampled = (agrees.cumprod(0).sum() + 1).int().view(1)
+    output.num_rejected = len(tree) - output.num_sampled
+    return output, path
+
+
+def likely_path(
+    tree: TokenTree, sampler: Sampler, logits: torch.Tensor, batch: InputBatch, max_depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Path and length as of `accept`, of the tokens that `sample_rows` takes."""
+    if logits.device.type != "cpu":
+        return accept(tree, sample_rows(sampler, logits, batch), max_depth)
+    # On CPU the sampler's kernels are interpreted: only the nodes on the way are sampled.
+    path = [0]
+    while True:
+        token = sample_rows(sampler, logits, batch, torch.tensor(path[-1:]))
+        children = (tree.parents == path[-1]) & (tree.tokens == token)
+        children[0] = False  # the root is its own parent
+        if not children.any():
+            return torch.tensor(path), torch.tensor(len(path) - 1)
+        path.append(int(children.nonzero()[0]))
+
+
+def sample_rows(
+    sampler: Sampler, logits: torch.Tensor, batch: InputBatch, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[r] int64, the token that vLLM's sampler takes after each of the given tree rows (default: all).
+
+    Each row is taken for the first of its request: tokens between the root and the row are not seen.
+    """
+    if rows is None:
+        rows = torch.arange(logits.shape[0], device=logits.device)
+    tokens = [
+        sampler.sample(
+            logits[part],
+            batch.expanded_idx_mapping[part],
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.positions[part],
+            batch.input_ids[part],
+            torch.zeros_like(batch.expanded_local_pos[part]),
+            batch.seq_lens_cpu_upper_bound.numpy(),
+        )[0].view(-1)
+        for part in rows.split(ROWS_AT_ONCE)
+    ]
+    return torch.cat(tokens).long()
+
+
+def as_chain(batch: InputBatch, path: torch.Tensor) -> InputBatch:
+    """The batch of one request's tree as if it held the nodes of ``path`` only, each the child of the one before."""
+    length = path.shape[0]
+    return replace(
+        batch,
+        logits_indices=path,
+        expanded_idx_mapping=batch.expanded_idx_mapping[:1].expand(length).contiguous(),
+        expanded_local_pos=torch.arange(length, device=path.device).to(batch.expanded_local_pos.dtype),
+        cu_num_logits=torch.arange(2, dtype=torch.int32, device=path.device) * length,
+        cu_num_logits_np=np.array([0, length], dtype=np.int32),
+    )
 
 
 def sample_roots(sampler: Sampler, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 
+from .patching import replaced
 from .runner import SubSpecRunner, make_runner
 
 
@@ -19,8 +24,27 @@ class SubSpecWorkerMixin:
         self.model_runner.set_tree(width, depth)
 
 
+WARM_UP_STEPS = 6
+"""vLLM's warm-up sends one request through so many steps with drafts (its prompt counted as one)."""
+
+
+def warm_up(runner: Any, *execute: Any) -> None:
+    """vLLM's warm-up of kernels, with no more drafts in a step than its request has room for.
+
+    A draft is usually a few tokens there, so vLLM does not look; a tree's nodes would overrun the block table.
+    """
+    room = (runner.max_model_len - 1) // WARM_UP_STEPS - 1
+    drafts = max(1, min(runner.num_speculative_steps, room))
+    with replaced(runner, "num_speculative_steps", drafts), replaced(runner, "decode_query_len", drafts + 1):
+        warmup_kernels(runner, *execute)
+
+
 class SubSpecWorker(SubSpecWorkerMixin, Worker):
     """The CUDA worker."""
+
+    def compile_or_warm_up_model(self):
+        with replaced(gpu_worker, "warmup_kernels", warm_up):
+            return super().compile_or_warm_up_model()
 
     def _make_model_runner(self):
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner

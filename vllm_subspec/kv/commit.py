@@ -33,6 +33,8 @@ def commit(
     if path.device.type == "cuda":
         move_kv([layer.kv_cache for layer in layers], block_table, context_len, path, length)
         return
+    if path.shape[0] == 1:
+        return
     block_size = layers[0].kv_cache.shape[2]
     steps = torch.arange(1, path.shape[0], device=path.device)
     accepted = steps <= length

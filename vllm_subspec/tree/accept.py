@@ -24,7 +24,7 @@ def accept(tree: TokenTree, target_tokens: torch.Tensor, max_depth: int) -> tupl
         length: [] int64, number of accepted tokens (nodes of the path without the root).
     """
     agrees = tree.tokens == target_tokens[tree.parents]
-    agrees[0] = True  # the root is already emitted
+    agrees[:1].fill_(True)  # the root is already emitted; setting agrees[0] would make the host wait
     on_path = ~(tree.ancestors & ~agrees).any(dim=1)
 
     nodes = torch.arange(len(tree), device=tree.tokens.device)

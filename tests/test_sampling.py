@@ -1,0 +1,93 @@
+"""Requests that need more than the argmax are speculated too, and get plain vLLM's tokens.
+
+The reference is plain vLLM on Model Runner V2, whose noise depends on seed and position only.
+"""
+
+from __future__ import annotations
+
+import engine
+import pytest
+from prompts import requests
+from test_lossless import random_requests, tau, tokens
+
+SEEDED = [
+    {"temperature": 0.2},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.3, "min_p": 0.02},
+    {"temperature": 1.5, "top_k": 50, "top_p": 0.95, "min_p": 0.01},
+]
+PATH_DEPENDENT = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"logit_bias": {"5": 4.0, "6": 4.0}},
+    {"allowed_token_ids": list(range(40, 90))},
+    {"min_tokens": 20, "stop_token_ids": list(range(3, 110))},
+    {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "top_p": 0.9},
+    {"temperature": 0.8, "seed": 4, "presence_penalty": 1.0, "min_p": 0.05},
+]
+SCORED = [
+    {"logprobs": 0},
+    {"logprobs": 5},
+    {"logprobs": 3, "prompt_logprobs": 2},
+    {"logprobs": 4, "temperature": 0.9, "seed": 11},
+    {"logprobs": 2, "repetition_penalty": 1.2},
+]
+
+
+def one_by_one(params: list[dict], max_tokens: int) -> list[list[dict]]:
+    requests = [random_requests(20 + i, [17], max_tokens)[0] for i in range(len(params))]
+    return [[{**r, "params": {**r["params"], **p}}] for r, p in zip(requests, params)]
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_checkpoints):
+    """Plain and subspec answers, by name, and of subspec each request's tau."""
+    jobs = {
+        "seeded": one_by_one([{"seed": 7 + i, **p} for i, p in enumerate(SEEDED)], 64),
+        "path dependent": one_by_one(PATH_DEPENDENT, 48),
+        "scored": one_by_one(SCORED, 24),
+    }
+    jobs = {name: {"model": tiny_checkpoints["llama"], "batches": batches} for name, batches in jobs.items()}
+    plain = dict(zip(jobs, engine.run([*jobs.values()], in_process=True, subspec_env=True)))
+    ours = dict(zip(jobs, engine.subspec([*jobs.values()], tree_width=3, tree_depth=6)))
+    return plain, ours
+
+
+@pytest.mark.parametrize("case", ["seeded", "path dependent", "scored"])
+def test_tokens_equal_plain_vllm(answers, case):
+    """Catches: a distribution, penalty, ban or noise that a node of the tree gets for another node or position."""
+    plain, ours = answers
+    assert plain[case]["v2"]
+    for params, want, got in zip({"seeded": SEEDED, "path dependent": PATH_DEPENDENT, "scored": SCORED}[case],
+                                 tokens(plain[case]), tokens(ours[case])):  # fmt: skip
+        assert got == want, params
+    assert tau(ours[case]) > 1.5  # they were speculated
+
+
+def test_logprobs_equal_plain_vllm(answers):
+    """Catches: logprobs of another row, of the draft, or missing for accepted tokens."""
+    plain, ours = answers
+    for params, (want,), (got,) in zip(SCORED, plain["scored"]["batches"], ours["scored"]["batches"]):
+        for kind in ("logprobs", "prompt_logprobs"):
+            flat = lambda a: [entry for top in (a[kind][0] if kind == "logprobs" else a[kind]) or [] for entry in top]  # noqa: E731, B023
+            assert [(t, rank) for t, _, rank in flat(got)] == [(t, rank) for t, _, rank in flat(want)], params
+            assert [p for _, p, _ in flat(got)] == pytest.approx([p for _, p, _ in flat(want)], abs=1e-4), params
+
+
+@pytest.mark.slow
+def test_smollm2_requests_equal_plain_vllm(smollm2):
+    """The same on a real model, with words to avoid (they need a tokenizer). Ten minutes, all of it the interpreter's."""
+    kinds = [
+        {"temperature": 0.7, "top_p": 0.9, "seed": 1},
+        {"temperature": 1.0, "top_k": 40, "seed": 2},
+        {"bad_words": ["the", " the", " sea", "a"]},
+        {"temperature": 0.6, "seed": 3, "repetition_penalty": 1.1, "bad_words": [" is"]},
+    ]
+    batches = [[{**r, "params": {**r["params"], **kind}}] for r, kind in zip(requests(64, len(kinds)), kinds)]
+    job = {"model": smollm2, "engine": {"max_model_len": 1024}, "batches": batches}
+    (expected,) = engine.run([job], in_process=True, subspec_env=True)
+    (answer,) = engine.subspec([job], tree_width=2, tree_depth=6)
+    assert tokens(answer) == tokens(expected)
+    assert tau(answer) > 2.0
