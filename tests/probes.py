@@ -187,3 +187,24 @@ def warmed_up(llm):
     runner.prepare_inputs = prepare
     yield
     return {"longest": max(lengths), "trees": runner.num_speculative_steps}
+
+
+    return len(rounds)
+
+
+def memory(llm):
+    """GPU memory in use when the requests are done, and the KV cache's part of it, in bytes; offloaded layers."""
+    import re
+
+    from vllm_subspec.substitute.offloaded import offloaded_parameters
+
+    runner = runner_of(llm)
+    yield
+    free, total = torch.cuda.mem_get_info()
+    caches = [layer.kv_cache.untyped_storage() for layer in runner.compilation_config.static_forward_context.values()]
+    layers = {int(re.search(r"\.(\d+)\.", name)[1]) for name in offloaded_parameters(runner.model)}
+    return {
+        "used": total - free,
+        "kv_cache": sum({s.data_ptr(): s.nbytes() for s in caches}.values()),
+        "offloaded_layers": sorted(layers),
+    }

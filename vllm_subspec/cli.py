@@ -7,6 +7,8 @@ import json
 import os
 import sys
 
+from .plan.options import attach_negative, options, take_option
+
 SPEC = json.dumps({"method": "subspec"})
 
 
@@ -22,10 +24,26 @@ def tau(args: argparse.Namespace) -> int:
     return run_tau(args.model, args.max_tokens, [parse_setting(s) for s in args.setting] or None, args.dtype)
 
 
+def plan(args: argparse.Namespace) -> int:
+    from .plan.report import TAUS, run_plan
+
+    return run_plan(
+        args.model, args.vram, args.context, args.dtype, args.pcie, args.bandwidth, args.tau or TAUS, args.json
+    )
+
+
 def serve(args: argparse.Namespace) -> int:
     """vLLM's OpenAI server with the flag set. Also where the `vllm` command does not start (CPU builds)."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, *args.rest]
-    if not any(a.startswith("--speculative-config") for a in args.rest):
+    vram, rest = take_option("--vram", args.rest)  # what follows the model is all in args.rest
+    vram = args.vram if vram is None else vram
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, *rest]
+    if vram is not None:
+        from .plan.serve import plan_for
+
+        planned, flags = plan_for(args.model, vram, rest)
+        print(planned.summary(), flush=True)
+        command += flags
+    elif "--speculative-config" not in options(rest):
         command += ["--speculative-config", SPEC]
     os.execv(command[0], command)
 
@@ -56,12 +74,24 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--setting", action="append", default=[], metavar="WIDTH,DEPTH,TEMPERATURE")
     p.set_defaults(run=tau)
 
+    p = commands.add_parser("plan", help="what fits under a VRAM cap, from config.json alone, and vLLM's flags for it")
+    p.add_argument("model", help="local directory or hub id")
+    p.add_argument("--vram", required=True, help="8GiB, 8GB, 8192MiB or 8 (GiB)")
+    p.add_argument("--context", type=int, help="tokens of a prompt and its answer (default 4096)")
+    p.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    p.add_argument("--pcie", type=float, metavar="GB/s", help="from CPU memory to the GPU (default: measured, or 25)")
+    p.add_argument("--bandwidth", type=float, metavar="GB/s", help="of GPU memory (default: measured, or 1000)")
+    p.add_argument("--tau", type=float, nargs="+", help="acceptance lengths to expect speeds for (default 8 13 20 28)")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=plan)
+
     p = commands.add_parser("serve", help="vLLM's OpenAI server with the method on")
     p.add_argument("model")
+    p.add_argument("--vram", help="apply the plan for that much GPU memory, as 8GiB")
     p.add_argument("rest", nargs=argparse.REMAINDER, help="options of `vllm serve`")
     p.set_defaults(run=serve)
 
-    args = parser.parse_args(argv)
+    args = parser.parse_args(attach_negative("--vram", sys.argv[1:] if argv is None else argv))
     try:
         return args.run(args)
     except (FileNotFoundError, ValueError) as error:

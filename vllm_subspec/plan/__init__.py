@@ -1,0 +1,1 @@
+"""Advice before the first start, from config.json alone: what fits under a VRAM cap and what speed to expect."""

@@ -1,0 +1,161 @@
+"""The command `vllm-subspec plan`: its input, its table and its JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+from .advise import Plan, default_context, gib, make_plan
+from .memory import GIB, MIB, Run
+from .model import load_model
+from .speed import GB, Bandwidth, Expectation, bandwidths, expect
+
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+TAUS = [8.0, 13.0, 20.0, 28.0]
+"""SmolLM2-135M's acceptance length is 8 to 15 by prompt, that of 7B and larger models 20 to 28 (paper, table 1)"""
+UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB, "mb": 10**6, "": GIB}
+ITEMS = {
+    "embedding": "embedding",
+    "head": "head",
+    "other_weights": "final norm, rotary tables",
+    "resident_layers": "resident layers",
+    "substitutes": "4-bit substitutes",
+    "prefetch_buffers": "prefetch buffers",
+    "kv_cache": "KV cache",
+    "activations": "activations",
+    "logits": "logits",
+    "tree": "tree",
+    "cuda_graphs": "CUDA graphs",
+    "cuda_context": "CUDA context, kernels",
+    "loading": "making substitutes, above the rest",
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``8GiB``, ``8GB``, ``8192MiB``, ``8192MB`` or ``8`` (GiB).
+
+    Raises:
+        ValueError: another form, or not above zero.
+    """
+    form = re.fullmatch(r"(\d+(?:\.\d+)?) *(gib|gb|mib|mb|)", text.strip().lower())
+    if form is None or float(form[1]) == 0:
+        raise ValueError(f"--vram takes a size above zero, as 8GiB, 8GB, 8192MiB or 8 (GiB), not {text!r}")
+    return int(float(form[1]) * UNITS[form[2]])
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the current GPU, as vLLM reads them; None without one."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+
+
+def run_plan(
+    name: str,
+    vram: str,
+    context: int | None = None,
+    dtype: str = "bfloat16",
+    pcie: float | None = None,
+    bandwidth: float | None = None,
+    taus: list[float] = TAUS,
+    as_json: bool = False,
+) -> int:
+    """Print the plan.
+
+    Args:
+        context: tokens; 4096, or fewer if the model has fewer positions
+        pcie, bandwidth: GB/s from CPU memory, and of GPU memory; measured or assumed if None
+
+    Raises:
+        FileNotFoundError, ValueError: see `load_model`, `parse_size`, `make_plan`; and numbers out of range.
+    """
+    for option, value in (("--context", context), ("--pcie", pcie), ("--bandwidth", bandwidth)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{option} takes a number above zero, not {value}")
+    for tau in taus:
+        if not 1 <= tau <= Run.tree_depth + 1:
+            raise ValueError(f"--tau is the tokens of a pass, 1 to {Run.tree_depth + 1}, not {tau:g}")
+    size, model = parse_size(vram), load_model(name)
+    run = Run(itemsize=ITEMSIZES[dtype], context=context or default_context(model))
+    plan = make_plan(model, run, size, gpu_memory())
+    links = bandwidths(pcie, bandwidth)
+    expected = expect(plan, *links, taus)
+    if as_json:
+        print(json.dumps(as_dict(plan, dtype, *links, expected), indent=1))
+    else:
+        print_plan(plan, dtype, *links, expected)
+    return 0
+
+
+def command(plan: Plan, dtype: str) -> str:
+    """The plan as a command to paste."""
+    words = [word for flag, values in plan.flags(dtype).items() for word in (flag, *values)]
+    return shlex.join(["vllm", "serve", plan.model.name, *words])
+
+
+def as_dict(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected: Expectation) -> dict:
+    """The plan for JSON: sizes in bytes, times in seconds, bandwidths in bytes a second."""
+    return {
+        "model": plan.model.name,
+        "parameters": plan.model.parameters,
+        "vram": plan.vram,
+        "gpu_total": plan.gpu_total,
+        "gpu_is_assumed": plan.gpu_is_assumed,
+        "run": vars(plan.run),
+        "layers": len(plan.model.layers),
+        "offloaded_layers": list(plan.offloaded),
+        "offloaded_bytes": plan.offloaded_bytes,
+        "memory": {**vars(plan.memory), "total": plan.memory.total},
+        "flags": plan.flags(dtype),
+        "command": command(plan, dtype),
+        "pcie": vars(pcie),
+        "gpu_memory": vars(gpu),
+        "t_target": expected.t_target,
+        "t_draft": expected.t_draft,
+        "t_verify": expected.t_verify,
+        "expected": [{"tau": t, "tokens_per_second": s, "speedup": x} for t, (s, x) in expected.by_tau.items()],
+    }
+
+
+def print_plan(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected: Expectation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=100, highlight=False, soft_wrap=True)
+    table = Table(title=f"{plan.model.name}, {dtype}, context {plan.run.context}")
+    table.add_column("on the GPU")
+    table.add_column("GiB", justify="right")
+    for item, title in ITEMS.items():
+        if size := getattr(plan.memory, item):
+            table.add_row(title, f"{size / GIB:.2f}")
+    table.add_section()
+    table.add_row("in all", f"{plan.memory.total / GIB:.2f}")
+    table.add_row("asked for", f"{plan.vram / GIB:.2f}")
+    console.print(table)
+    console.print(plan.summary() + ".")
+    if plan.gpu_is_assumed:
+        console.print(f"No GPU here: --gpu-memory-utilization assumes that {gib(plan.vram)} is the whole GPU.")
+    else:
+        console.print(f"--gpu-memory-utilization is of this GPU's {gib(plan.gpu_total)}.")
+    console.print(f"\n{command(plan, dtype)}\n", markup=False)
+
+    rate = lambda b: f"{b.bytes_per_second / GB:.0f} GB/s ({b.source})"  # noqa: E731
+    if not plan.placement:
+        console.print(f"A pass takes at least {1e3 * expected.t_target:.1f} ms: GPU memory at {rate(gpu)}.")
+        return
+    console.print(
+        f"{gib(plan.offloaded_bytes)} of pinned CPU memory stream every pass. "
+        f"PCIe {rate(pcie)}, GPU memory {rate(gpu)}."
+    )
+    console.print(
+        f"Expected: t_target {1e3 * expected.t_target:.0f} ms, t_draft {1e3 * expected.t_draft:.1f} ms, "
+        f"verification {1e3 * expected.t_verify:.0f} ms."
+    )
+    speeds = Table()
+    speeds.add_column("tau")
+    speeds.add_column("tokens/s")
+    speeds.add_column("speedup")
+    for tau, (speed, speedup) in expected.by_tau.items():
+        speeds.add_row(f"{tau:g}", f"{speed:.1f}", f"{speedup:.1f}x")
+    console.print(speeds)
