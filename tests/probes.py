@@ -189,9 +189,6 @@ def warmed_up(llm):
     return {"longest": max(lengths), "trees": runner.num_speculative_steps}
 
 
-    return len(rounds)
-
-
 def memory(llm):
     """GPU memory in use when the requests are done, and the KV cache's part of it, in bytes; offloaded layers."""
     import re
