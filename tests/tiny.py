@@ -16,7 +16,10 @@ COMMON = dict(
 )  # fmt: skip
 SMALL_HEAD = dict(head_dim=32)
 GEMMA = dict(head_dim=32, query_pre_attn_scalar=32, tie_word_embeddings=True)
+GRANITE = dict(embedding_multiplier=2.0, attention_multiplier=0.1, residual_multiplier=0.5, logits_scaling=3.0)
 
+# Qwen2.5 is qwen2. Phi-4 is phi3; Phi-4-mini has a partial rotary embedding besides. vLLM serves OLMo-2 and SmolLM3 by
+# its Transformers backend.
 FAMILIES = {
     "llama": ("LlamaConfig", SMALL_HEAD),
     "qwen2": ("Qwen2Config", {}),
@@ -24,8 +27,12 @@ FAMILIES = {
     "mistral": ("MistralConfig", {**SMALL_HEAD, "sliding_window": None}),
     "mistral_window": ("MistralConfig", {**SMALL_HEAD, "sliding_window": 24}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
+    "phi4": ("Phi3Config", {"sliding_window": None, "partial_rotary_factor": 0.75}),  # Phi-4-mini
     "gemma2": ("Gemma2Config", {**GEMMA, "sliding_window": 24}),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 24}),
+    "olmo2": ("Olmo2Config", {}),  # norms after the blocks, QK norms over all heads at once
+    "granite": ("GraniteConfig", GRANITE),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 3}),  # the third layer has no positions
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from types import MethodType
 
 import torch
 from vllm.model_executor.custom_op import CustomOp
@@ -42,12 +43,15 @@ def linears_to_substitute(model: torch.nn.Module, which: str) -> dict[str, Linea
 def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
     """A module of the same class with the same tensors and children, whose tables can be changed on their own.
 
-    A forward that an offloader put on the instance stays behind: the draft neither waits for nor starts a transfer.
+    A forward on the instance (vLLM's Transformers backend sets fused ones) is bound to the copy. An offloader's, a
+    plain function, stays behind: the draft neither waits for nor starts a transfer.
     """
     copied = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):
         copied.__dict__[table] = dict(getattr(module, table))
-    copied.__dict__.pop("forward", None)
+    forward = copied.__dict__.pop("forward", None)
+    if isinstance(forward, MethodType):
+        copied.__dict__["forward"] = MethodType(forward.__func__, copied)
     return copied
 
 
