@@ -70,7 +70,7 @@ def test_fields_may_be_given_with_dashes_and_a_consistent_count(configure):
         ({}, {"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype", "auto"]),
         ({}, {"enable_lora": True}, ["LoRA", "--enable-lora"]),
         ({}, {"worker_cls": "a.B"}, ["--worker-cls", "remove"]),
-        ({}, {"quantization": "fp8", "dtype": "bfloat16"}, ["quantized", "unquantized"]),
+        ({}, {"quantization": "fp8", "dtype": "bfloat16"}, ["quantized", "--quantization"]),
         ({}, {"async_scheduling": True}, ["--async-scheduling"]),
     ],
 )  # fmt: skip

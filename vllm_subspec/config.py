@@ -53,13 +53,13 @@ def make_config(given: dict[str, Any], target_model_config: Any, target_parallel
     """SubSpecConfig from a user's ``speculative_config``.
 
     Args:
-        given: the user's keys, "-" allowed for "_"
+        given: the user's keys
 
     Raises:
         ValueError: a key that does not exist, a value out of range, or a ``num_speculative_tokens`` other than
             width x depth; one sentence that names the option and the remedy.
     """
-    given = {key.replace("-", "_"): value for key, value in given.items()}
+    given = dict(given)
     unknown = sorted(set(given) - set(ACCEPTED))
     if unknown:
         known_to_vllm = {f.name for f in fields(SpeculativeConfig)}
@@ -76,8 +76,8 @@ def make_config(given: dict[str, Any], target_model_config: Any, target_parallel
         )
     except ValidationError as error:
         problem = error.errors()[0]
-        where = problem["loc"][0] if problem["loc"] else "the speculative config"
-        raise ValueError(f"subspec: {where} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}") from None
+        where = f"{problem['loc'][0]} is {problem['input']!r}; " if problem["loc"] else ""
+        raise ValueError(f"subspec: {where}{problem['msg'][0].lower()}{problem['msg'][1:]}") from None
     if wanted is not None and wanted != made.num_speculative_tokens:
         raise ValueError(
             f"subspec: num_speculative_tokens is {wanted} but tree_width x tree_depth is {made.tree_width} x "

@@ -58,15 +58,22 @@ def _create_speculative_config(original, args: EngineArgs, target_model_config, 
         cpu.disarm()
         return original(args, target_model_config, target_parallel_config)
     from .config import make_config
-    from .support import check_arguments
+    from .support import check_model
 
-    given = dict(args.speculative_config or {})
-    for key, flag in (("num_speculative_tokens", args.spec_tokens), ("model", args.spec_model)):
-        if flag is not None:
-            given[key] = flag
-    made = make_config(given, target_model_config, target_parallel_config)
+    given = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
+    for flag, key, value in (
+        ("--spec-method", "method", args.spec_method),
+        ("--spec-model", "model", args.spec_model),
+        ("--spec-tokens", "num_speculative_tokens", args.spec_tokens),
+    ):
+        if value is None:
+            continue
+        if key in given:
+            raise ValueError(f"subspec: {flag} is given beside {key} in --speculative-config; remove one of them")
+        given[key] = value
     check_manifest()
-    check_arguments(args)
+    check_model(target_model_config)
+    made = make_config(given, target_model_config, target_parallel_config)
     cpu.arm()
     worker = "worker_cpu.SubSpecCPUWorker" if cpu.is_cpu_build() else "worker.SubSpecWorker"
     target_parallel_config.worker_cls = f"vllm_subspec.{worker}"
@@ -77,9 +84,10 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
     if _method(args) != "subspec":
         return original(args, *call_args, **call_kwargs)
     from . import cpu
-    from .support import check_config, without_full_graphs
+    from .support import check_arguments, check_config, without_full_graphs
 
     try:
+        check_arguments(args)
         with cpu.configuring():
             made = original(args, *call_args, **call_kwargs)
             check_config(made)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import base_loader
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner as vllm_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from .attention.impl import install
 from .kv.commit import commit
@@ -22,6 +22,7 @@ from .speculator import SubSpecSpeculator
 from .stats import Rounds
 from .substitute.linear import make_substitutes
 from .substitute.model import make_draft
+from .support import LEAVE_OUT
 from .tree import TokenTree
 
 if TYPE_CHECKING:
@@ -76,10 +77,14 @@ class SubSpecRunner:
 
         with replaced(base_loader, "process_weights_after_loading", substitute_then_process):
             super().load_model(*args, **kwargs)
+        if type(self.model_state) is not DefaultModelState:
+            raise NotImplementedError(
+                f"subspec: {type(self.model).__name__} makes inputs or samples in a way of its own "
+                f"({type(self.model_state).__name__}), which does not know trees; {LEAVE_OUT}"
+            )
         if not substitutes:
             raise ValueError(
-                f"subspec: --load-format {self.load_config.load_format} does not pass through vLLM's base loader, or "
-                "the model has no linear layers to substitute; use --load-format auto"
+                "subspec: the model has no linear layers that a substitute could stand in for; " + LEAVE_OUT
             )
         self.speculator.model = make_draft(self.model, substitutes, self.device)
         self.model_state.prepare_attn = self._with_tree_metadata(self.model_state.prepare_attn)
@@ -95,8 +100,7 @@ class SubSpecRunner:
         super().initialize_kv_cache(*args, **kwargs)
         context = self.compilation_config.static_forward_context
         layers = [
-            {name: context[name] for name in group.layer_names if isinstance(context[name], Attention)}
-            for group in self.kv_cache_config.kv_cache_groups
+            {name: context[name] for name in group.layer_names} for group in self.kv_cache_config.kv_cache_groups
         ]
         for group in layers:
             install(group)
@@ -204,8 +208,8 @@ class SubSpecRunner:
                 self.argmax_requests.add(new.req_id)
 
     def _may_verify_chains(self) -> bool:
-        """Whether vLLM's sampler can go over several tokens of one request: these features of it know one only."""
-        return self.sampler.trace_replay_state is None and not self.sampler.return_sampling_mask
+        """Whether vLLM's sampler can go over several tokens of one request: its masks are of one only."""
+        return not self.sampler.return_sampling_mask
 
     def _remove_request(self, req_id: str) -> bool:
         self.tree_requests.pop(req_id, None)

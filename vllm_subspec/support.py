@@ -1,30 +1,43 @@
-"""What works with subspec and what is refused at the start, each in one sentence that says what to do."""
+"""What works with subspec and what is refused at the start, each in one sentence that says what to do.
+
+The README lists every feature; tests/test_refusals.py has a case for each.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+"""vLLM's attention backends beside which tree attention was tested."""
+LEAVE_OUT = "leave the method out"
 
 
 def check_arguments(args: EngineArgs) -> None:
-    """Raise ValueError for what vLLM would refuse later in words that do not help, or what the environment forces."""
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
-        raise ValueError("subspec: needs vLLM's Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER")
-    if args.worker_cls != "auto":
-        raise ValueError("subspec: brings its own worker class; remove --worker-cls")
-    if args.async_scheduling:
-        raise ValueError("subspec: drafts between two steps of the scheduler; remove --async-scheduling")
-    if args.enable_lora:
-        raise ValueError("subspec: LoRA adapters are not supported; remove --enable-lora")
+    """Raise ValueError for engine arguments that subspec cannot serve without changing its outputs.
+
+    Before vLLM makes its configs of them: it changes some by platform, and fails on others in words that do not help.
+    """
+    _raise_first(_argument_problems(args))
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise ValueError for a model that subspec cannot serve without changing its outputs."""
+    _raise_first(_model_problems(model))
 
 
 def check_config(vllm_config: VllmConfig) -> None:
-    """Raise ValueError for an engine configuration that subspec cannot serve without changing its outputs."""
-    for problem in _problems(vllm_config):
+    """Raise ValueError for what shows only in the whole engine configuration."""
+    _raise_first(_problems(vllm_config))
+
+
+def _raise_first(problems: Iterable[str]) -> None:
+    for problem in problems:
         raise ValueError(f"subspec: {problem}")
 
 
@@ -39,63 +52,137 @@ def without_full_graphs(c: VllmConfig) -> None:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
 
 
-def _problems(c: VllmConfig):
-    spec, model, parallel = c.speculative_config, c.model_config, c.parallel_config
-    rows = spec.tree_width * spec.tree_depth + 1
-    budget = c.scheduler_config.max_num_batched_tokens
-    if rows > budget:
-        yield (
-            f"a tree of width {spec.tree_width} and depth {spec.tree_depth} needs {rows} tokens a step but "
-            f"--max-num-batched-tokens is {budget}; raise it to at least {rows}, or lower tree_width or tree_depth"
-        )
-    if spec.tree_width > model.get_vocab_size():
-        yield f"tree_width {spec.tree_width} exceeds the vocabulary of {model.get_vocab_size()}; lower tree_width"
-    if not c.use_v2_model_runner:
-        yield "vLLM chose its old model runner for this configuration; remove the option its log names above"
-
-    for option, size in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-        ("--data-parallel-size", parallel.data_parallel_size),
-        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
-        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+def _argument_problems(args: EngineArgs) -> Iterator[str]:
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        yield "needs vLLM's Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        yield "verifies trees by attention that is not batch-invariant; unset VLLM_BATCH_INVARIANT"
+    if args.worker_cls != "auto":
+        yield "brings its own worker class; remove --worker-cls"
+    if args.async_scheduling:
+        yield "drafts between two steps of the scheduler; remove --async-scheduling"
+    if args.scheduler_cls is not None:
+        yield "relies on vLLM's own scheduler; remove --scheduler-cls"
+    for kind in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
+        if (size := getattr(args, f"{kind}_parallel_size")) > 1:
+            yield f"runs on one device, but --{_dashed(kind)}-parallel-size is {size}; set it to 1"
+    if args.distributed_executor_backend not in (None, "uni", "mp"):
+        yield "runs on one device; remove --distributed-executor-backend, or set it to mp or uni"
+    for flag in ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep", "enable_batch_sharded_sampling"):
+        if getattr(args, flag):
+            yield f"runs on one device; remove --{_dashed(flag)}"
+    if args.enable_dbo or args.ubatch_size > 0:
+        yield "a tree cannot be split into microbatches; remove --enable-dbo and --ubatch-size"
+    if args.enable_lora:
+        yield "LoRA adapters are not supported; remove --enable-lora"
+    if args.quantization is not None or args.quantization_config is not None:
+        yield "the target must not be quantized, only its draft is; remove --quantization and --quantization-config"
+    if args.kv_cache_dtype not in ("auto", "bfloat16", "float16"):
+        yield f"the KV cache cannot be quantized, but --kv-cache-dtype is {args.kv_cache_dtype}; set it to auto"
+    for flag, what in (
+        ("kv_transfer_config", "KV connectors are"),
+        ("kv_offloading_size", "offloading of the KV cache is"),
+        ("ec_transfer_config", "encoder cache connectors are"),
+        ("weight_transfer_config", "weights that change while the engine runs are"),
+        ("watermark_config", "watermarking is"),
+        ("diffusion_config", "diffusion decoding is"),
     ):
-        if size > 1:
-            yield f"runs on one device, but {option} is {size}; set it to 1"
+        if getattr(args, flag) is not None:
+            yield f"{what} not supported; remove --{_dashed(flag)}"
+    for flag in (
+        "enable_prompt_embeds", "enable_sleep_mode", "enable_cumem_allocator", "enable_trace_replay",
+        "kv_sharing_fast_prefill",
+    ):  # fmt: skip
+        if getattr(args, flag):
+            yield f"--{_dashed(flag)} is not supported; remove it"
+    yield from _load_format_problems(args.load_format)
 
-    hf = model.hf_text_config
+
+def _load_format_problems(load_format: str) -> Iterator[str]:
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(load_format)
+    # Substitutes are made between loading and repacking in that method; a loader with one of its own skips them.
+    if loader is None or loader.load_model is not BaseModelLoader.load_model:
+        yield f"--load-format {load_format} does not go through vLLM's common loader; use --load-format auto"
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
     if model.quantization is not None:
         yield (
             f"the target is already quantized ({model.quantization}), so there is nothing to substitute; "
             "use the unquantized checkpoint"
         )
     if model.runner_type != "generate":
-        yield f"serves text generation, but this model runs as {model.runner_type!r}; leave the method out"
-    if model.is_encoder_decoder:
-        yield "encoder-decoder models are not supported; leave the method out"
-    if model.supports_multimodal_inputs:
+        yield f"serves text generation, but this model runs as {model.runner_type!r}; {LEAVE_OUT}"
+    # With --language-model-only too: such a model may still give tokens several positions each (M-RoPE).
+    if not model.is_encoder_decoder and (model.is_multimodal_model or model.uses_mrope):
         yield "multimodal models are not supported; use the text-only checkpoint"
-    if model.is_moe:
-        yield "mixture-of-experts models are not supported; leave the method out"
-    if model.use_mla:
-        yield "models with multi-head latent attention are not supported; leave the method out"
-    if model.is_hybrid or model.is_attention_free:
-        yield "models with recurrent (Mamba-like) layers are not supported; leave the method out"
-    if getattr(model, "attention_chunk_size", None):
-        yield "models with chunked local attention are not supported; leave the method out"
-    if getattr(model, "rswa_window", None) is not None:
-        yield "models with recurrent sliding-window attention are not supported; leave the method out"
-    if getattr(hf, "position_embedding_type", None) == "alibi" or getattr(hf, "alibi", False):
-        yield "models with ALiBi position biases are not supported; leave the method out"
-    if model.enable_prompt_embeds:
-        yield "--enable-prompt-embeds is not supported; remove it"
-    if model.enable_sleep_mode:
-        yield "--enable-sleep-mode is not supported; remove it"
-    if c.kv_transfer_config is not None:
-        yield "KV connectors are not supported; remove --kv-transfer-config"
-    if c.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"):
-        yield f"the KV cache cannot be quantized, but --kv-cache-dtype is {c.cache_config.cache_dtype}; set it to auto"
-    if getattr(c, "watermark_config", None) is not None:
-        yield "watermarking is not supported; remove its options"
-    if c.cache_config.kv_sharing_fast_prefill:
-        yield "--kv-sharing-fast-prefill is not supported; remove it"
+    for what, present in (
+        ("encoder-decoder models", model.is_encoder_decoder),
+        ("models with recurrent (Mamba-like) layers", model.is_hybrid or model.is_attention_free),
+        ("models with multi-head latent attention", model.use_mla),
+        ("mixture-of-experts models", model.is_moe),
+        ("models with chunked local attention", model.attention_chunk_size is not None),
+        ("models with dual chunk attention", hasattr(model.hf_config, "dual_chunk_attention_config")),
+        ("models with reference sliding-window attention", model.rswa_window is not None),
+        ("models with ALiBi position biases", model.uses_alibi),
+        ("diffusion models", model.is_diffusion),
+    ):
+        if present:
+            yield f"{what} are not supported; {LEAVE_OUT}"
+
+
+def _problems(c: VllmConfig) -> Iterator[str]:
+    from vllm.config import CompilationMode
+
+    from .config import SubSpecConfig
+
+    spec = c.speculative_config
+    if not isinstance(spec, SubSpecConfig):
+        yield f"this checkpoint brings its own speculative method, {spec.method!r}; serve the model that it drafts for"
+    rows = spec.tree_width * spec.tree_depth + 1
+    scheduler = c.scheduler_config
+    for option, tokens in (
+        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold or rows),
+    ):
+        if tokens < rows:
+            yield (
+                f"a tree of width {spec.tree_width} and depth {spec.tree_depth} needs {rows} tokens a step but "
+                f"{option} is {tokens}; raise it to at least {rows}, or lower tree_width or tree_depth"
+            )
+    vocabulary = c.model_config.get_vocab_size()
+    if spec.tree_width > vocabulary:
+        yield f"tree_width {spec.tree_width} exceeds the vocabulary of {vocabulary}; lower tree_width"
+    if not c.use_v2_model_runner:
+        yield "vLLM chose its old model runner for this configuration; remove the option its log names above"
+    dtype = str(c.model_config.dtype).removeprefix("torch.")
+    if c.cache_config.cache_dtype not in ("auto", dtype):  # a checkpoint may ask for it too
+        yield (
+            f"the KV cache must have the model's dtype, but would be {c.cache_config.cache_dtype}; "
+            f"set --kv-cache-dtype to {dtype}"
+        )
+
+    if c.structured_outputs_config.backend == "lm-format-enforcer":
+        yield "vLLM's lm-format-enforcer backend knows no speculative tokens; use xgrammar, guidance or outlines"
+
+    attention = c.attention_config
+    for backend in (attention.backend, *attention.backend_per_kind.values()):
+        if backend is not None and backend.name not in ATTENTION_BACKENDS:
+            yield (
+                f"--attention-backend {backend.name} was not tested with trees; "
+                f"use {' or '.join(ATTENTION_BACKENDS[:2])}, or leave it out"
+            )
+    if attention.use_non_causal:
+        yield "attention that is not causal is not supported; remove use_non_causal from --attention-config"
+    if c.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
+        yield "compilation mode 1 (STOCK_TORCH_COMPILE) is not supported; leave the mode out of --compilation-config"
+    if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") not in ("", "0"):
+        yield "breakable CUDA graphs are not supported; set VLLM_USE_BREAKABLE_CUDAGRAPH to 0"
+
+
+def _dashed(flag: str) -> str:
+    return flag.replace("_", "-")

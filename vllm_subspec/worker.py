@@ -13,7 +13,7 @@ from .runner import SubSpecRunner, make_runner
 
 
 class SubSpecWorkerMixin:
-    """What both workers add for callers of ``collective_rpc``."""
+    """What both workers add for callers of ``collective_rpc``, and what they refuse them."""
 
     def subspec_rounds(self) -> list[dict]:
         """The rounds since the last call (see `vllm_subspec.stats.Round`), oldest first."""
@@ -22,6 +22,11 @@ class SubSpecWorkerMixin:
     def subspec_set_tree(self, width: int, depth: int) -> None:
         """Draft trees of another shape from now on, for sweeps: no larger than the engine was configured for."""
         self.model_runner.set_tree(width, depth)
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        raise NotImplementedError(
+            "subspec: reload_weights would leave the substitutes those of the old weights; start a new engine"
+        )
 
 
 WARM_UP_STEPS = 6

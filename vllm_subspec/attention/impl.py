@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
 from ..kv.layout import read_slots
+from ..support import ATTENTION_BACKENDS, LEAVE_OUT
 from .metadata import TreeMetadata
 from .tree_kernel import paged_tree_attention
 from .tree_torch import tree_attention
@@ -60,9 +62,18 @@ def install(layers: dict[str, torch.nn.Module]) -> None:
         NotImplementedError: a layer computes something that tree attention does not.
     """
     for name, layer in layers.items():
-        impl = layer.impl
+        # A subclass changes who sees whom, or is no attention at all; both would go wrong without an error.
+        if type(layer) is not Attention:
+            kind = type(layer).__name__
+            raise NotImplementedError(f"subspec: {name} is a {kind}, which trees do not support; {LEAVE_OUT}")
+        impl, backend = layer.impl, layer.attn_backend.get_name()
         if isinstance(impl, TreeAttention):  # vLLM makes a KV cache for profiling before the real one
             continue
+        if backend not in ATTENTION_BACKENDS:
+            raise NotImplementedError(
+                f"subspec: vLLM chose the attention backend {backend}, which was not tested with trees; "
+                f"add --attention-backend {' or '.join(ATTENTION_BACKENDS[:2])}"
+            )
         unsupported = [
             what
             for what, present in (
@@ -72,7 +83,7 @@ def install(layers: dict[str, torch.nn.Module]) -> None:
                 ("chunked attention", getattr(impl, "chunk_lookback", -1) > -1),
                 ("keys and values of different sizes", layer.head_size_v != layer.head_size),
                 (
-                    f"the KV cache layout of {layer.attn_backend.get_name()} (use --attention-backend TRITON_ATTN)",
+                    f"an unknown KV cache layout of {backend}",
                     layer.kv_cache.shape[1] != layer.num_kv_heads or layer.kv_cache.shape[3] != 2 * layer.head_size,
                 ),
                 ("a quantized KV cache", layer.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32")),
@@ -80,7 +91,8 @@ def install(layers: dict[str, torch.nn.Module]) -> None:
             if present
         ]
         if unsupported:
-            raise NotImplementedError(f"subspec: {name} uses {', '.join(unsupported)}, which trees do not support")
+            used = ", ".join(unsupported)
+            raise NotImplementedError(f"subspec: {name} uses {used}, which trees do not support; {LEAVE_OUT}")
         extended = object.__new__(tree_impl(type(impl)))
         extended.__dict__.update(impl.__dict__)
         layer.impl = extended
