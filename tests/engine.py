@@ -66,7 +66,10 @@ def subspec(jobs: list[dict], **spec) -> list[dict]:
 def sampling_params(params: dict):
     """SamplingParams from what JSON left of it."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
+    if "structured_outputs" in params:
+        params = {**params, "structured_outputs": StructuredOutputsParams(**params["structured_outputs"])}
     if "logit_bias" in params:
         params = {**params, "logit_bias": {int(token): bias for token, bias in params["logit_bias"].items()}}
     return SamplingParams(**params, detokenize=False)

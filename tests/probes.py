@@ -205,3 +205,13 @@ def memory(llm):
         "kv_cache": sum({s.data_ptr(): s.nbytes() for s in caches}.values()),
         "offloaded_layers": sorted(layers),
     }
+
+
+def reload_refused(llm):
+    """What a caller of reload_weights is told."""
+    try:
+        llm.collective_rpc("reload_weights")
+    except Exception as error:
+        told = str(error)
+    yield
+    return told

@@ -55,3 +55,19 @@ def make(family: str, out: Path, seed: int = 0) -> str:
 
 def make_all(root: Path) -> dict[str, str]:
     return {family: make(family, root / family) for family in FAMILIES}
+
+
+def add_tokenizer(checkpoint: str) -> None:
+    """A tokenizer for one of these checkpoints: a token a byte, after the three special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<s>", "</s>"]
+    vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    fast.save_pretrained(checkpoint)
