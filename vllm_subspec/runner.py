@@ -126,6 +126,8 @@ class SubSpecRunner:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         started = self.rounds.mark()
         self.tree = self._draft(input_batch, block_tables, slot_mappings)
+        if self.tree is None and input_batch.num_draft_tokens:
+            input_batch.input_ids.clamp_(min=0)  # vLLM marks drafts that it did not want by -1, which is no token
         self._marks = [started, self.rounds.mark()]
         return block_tables, slot_mappings
 
