@@ -22,6 +22,24 @@ def tau(args: argparse.Namespace) -> int:
     return run_tau(args.model, args.max_tokens, [parse_setting(s) for s in args.setting] or None, args.dtype)
 
 
+def bench(args: argparse.Namespace) -> int:
+    from .bench.command import run_bench
+
+    return run_bench(args)
+
+
+def tune(args: argparse.Namespace) -> int:
+    from .bench.tune import run_tune
+
+    return run_tune(args)
+
+
+def trace(args: argparse.Namespace) -> int:
+    from .bench.trace_run import run_trace
+
+    return run_trace(args)
+
+
 def serve(args: argparse.Namespace) -> int:
     """vLLM's OpenAI server with the flag set. Also where the `vllm` command does not start (CPU builds)."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, *args.rest]
@@ -40,6 +58,10 @@ def parse_setting(text: str) -> tuple[int, int, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    from .bench import command as bench_command
+    from .bench import trace_run
+    from .bench import tune as bench_tune
+
     parser = argparse.ArgumentParser(prog="vllm-subspec", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -56,6 +78,18 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--setting", action="append", default=[], metavar="WIDTH,DEPTH,TEMPERATURE")
     p.set_defaults(run=tau)
 
+    p = commands.add_parser("bench", help="speculative methods side by side: speed, acceptance, where the time goes")
+    bench_command.add_arguments(p)
+    p.set_defaults(run=bench)
+
+    p = commands.add_parser("tune", help="the fastest tree width and depth for a model on this machine")
+    bench_tune.add_arguments(p)
+    p.set_defaults(run=tune)
+
+    p = commands.add_parser("trace", help="every round's tree for one prompt, as text and as a web page")
+    trace_run.add_arguments(p)
+    p.set_defaults(run=trace)
+
     p = commands.add_parser("serve", help="vLLM's OpenAI server with the method on")
     p.add_argument("model")
     p.add_argument("rest", nargs=argparse.REMAINDER, help="options of `vllm serve`")
@@ -66,6 +100,9 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except (FileNotFoundError, ValueError) as error:
         print(f"vllm-subspec: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"vllm-subspec: {error.name} is not installed; pip install 'vllm-subspec[bench]'", file=sys.stderr)
         return 1
 
 
