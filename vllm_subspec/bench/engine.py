@@ -34,7 +34,8 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     Args:
         job: ``model``, ``speculative_config``, ``engine`` (arguments of LLM), ``vram`` (bytes or None), ``variants``
-            (name, tree), ``benchmarks`` (name, prompts), ``temperatures``, ``max_tokens``, ``seed``
+            (name, tree), ``benchmarks`` (name, prompts), ``temperatures``, ``max_tokens``, ``seed``; optionally
+            ``logprobs``, how many alternatives to report for each token (see `vllm_subspec.generate`)
     """
     from ..generate import start_engine
 
@@ -59,8 +60,8 @@ def _measure_variant(llm, job: dict[str, Any], variant: dict[str, Any], subspec:
         llm.collective_rpc("subspec_set_tree", args=(width, depth))
         warm_up = max(warm_up, 2 * depth)
     for temperature in job["temperatures"]:
-        prompt = job["benchmarks"][0]["prompts"][0][0]
-        generate(llm, prompt, min(warm_up, job["max_tokens"]), subspec, temperature=temperature, seed=job["seed"])
+        generate(llm, job["benchmarks"][0]["prompts"][0][0], min(warm_up, job["max_tokens"]), subspec,
+                 logprobs=job.get("logprobs"), temperature=temperature, seed=job["seed"])  # fmt: skip
     yield {"event": "warm", "variant": name}
     for benchmark in job["benchmarks"]:
         for temperature in job["temperatures"]:
@@ -69,7 +70,9 @@ def _measure_variant(llm, job: dict[str, Any], variant: dict[str, Any], subspec:
                 yield from ({**event, **where} for event in _converse(llm, job, turns, temperature, subspec))
 
 
-def _converse(llm, job: dict[str, Any], turns: list[str], temperature: float, subspec: bool) -> Iterator[dict[str, Any]]:
+def _converse(
+    llm, job: dict[str, Any], turns: list[str], temperature: float, subspec: bool
+) -> Iterator[dict[str, Any]]:
     from ..generate import encode_chat, generate
 
     messages: list[dict[str, str]] = []
@@ -79,7 +82,15 @@ def _converse(llm, job: dict[str, Any], turns: list[str], temperature: float, su
             yield from ({"event": "skipped", "turn": later} for later in range(turn, len(turns)))
             return
         before = spec_decode_counters(llm)
-        answer = generate(llm, messages, job["max_tokens"], subspec, temperature=temperature, seed=job["seed"])
+        answer = generate(
+            llm,
+            messages,
+            job["max_tokens"],
+            subspec,
+            logprobs=job.get("logprobs"),
+            temperature=temperature,
+            seed=job["seed"],
+        )
         counted = {key: value - before[key] for key, value in spec_decode_counters(llm).items() if value > before[key]}
         messages.append({"role": "assistant", "content": answer.text})
         yield {
@@ -92,6 +103,7 @@ def _converse(llm, job: dict[str, Any], turns: list[str], temperature: float, su
             "emitted": answer.emitted,
             "rounds": _columns(answer.rounds),
             "counters": counted,
+            **({"logprobs": answer.logprobs} if answer.logprobs else {}),
         }
 
 
