@@ -163,3 +163,10 @@ def without_synchronisation(llm):
     runner._draft, runner.rejection_sampler.verify = start, end
     yield
     return len(rounds)
+
+
+def traced(llm):
+    """Every round's tree, by the RPC that callers use."""
+    llm.collective_rpc("subspec_trace", args=(True,))
+    yield
+    return llm.collective_rpc("subspec_trace", args=(False,))[0]

@@ -55,7 +55,7 @@ def stop_engine(llm: LLM) -> None:
 
 
 def encode_chat(tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation that the assistant is to continue: by the chat template, or as plain text without one."""
+    """Token ids of a conversation to continue: by the chat template, or as plain text where there is none."""
     if tokenizer.chat_template is None:
         return list(tokenizer.encode("\n\n".join(m["content"] for m in messages)))
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
@@ -87,7 +87,11 @@ def generate(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     encoded = encode_chat(llm.get_tokenizer(), messages)
     params = SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA, logprobs=logprobs
+        temperature=temperature,
+        seed=seed,
+        max_tokens=max_tokens,
+        output_kind=RequestOutputKind.DELTA,
+        logprobs=logprobs,
     )
     engine, tokens, text, alternatives, emitted, first = llm.llm_engine, [], "", [], [], 0.0
     started = time.perf_counter()

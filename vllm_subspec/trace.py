@@ -63,25 +63,35 @@ class Tracer:
 
     def _verified(self, logits: torch.Tensor, input_batch: Any) -> Any:
         tree = self.runner.tree
+        if tree is None:
+            return self._verify(logits, input_batch)
+        target = likeliest(logits)  # before the sampler, which may write into the logits
         output = self._verify(logits, input_batch)
-        if tree is not None:
-            scores = torch.cat([self._levels[0].new_zeros(1), *self._levels])[: len(tree)]
-            emitted = output.sampled_token_ids[0, : int(output.num_sampled[0])].tolist()
-            self.rounds.append(traced(tree, scores, logits, emitted))
+        scores = torch.cat([self._levels[0].new_zeros(1), *self._levels])[: len(tree)]
+        emitted = output.sampled_token_ids[0, : int(output.num_sampled[0])].tolist()
+        self.rounds.append(traced(tree, scores, *target, emitted))
         return output
 
 
-def traced(tree: TokenTree, scores: torch.Tensor, logits: torch.Tensor, emitted: list[int]) -> TracedRound:
+def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's likeliest token and its probability, [N] each."""
+    # In parts: a float copy of all rows could be more than the GPU has left.
+    tops = [rows.float().softmax(dim=-1).max(dim=-1) for rows in logits.split(32)]
+    return torch.cat([top.indices for top in tops]), torch.cat([top.values for top in tops])
+
+
+def traced(
+    tree: TokenTree, scores: torch.Tensor, target_tokens: torch.Tensor, target_probs: torch.Tensor, emitted: list[int]
+) -> TracedRound:
     """What one round did.
 
     Args:
         tree: N nodes
         scores: [N], each node's score: the sum of log-probabilities from the root
-        logits: [N, vocabulary], the target's, after each node
+        target_tokens: [N], the target's likeliest token after each node
+        target_probs: [N], its probability
         emitted: the accepted tokens and the bonus token
     """
-    # In parts: a float copy of all rows could be more than the GPU has left.
-    probs, target = (torch.cat(parts) for parts in zip(*(rows.float().softmax(-1).max(-1) for rows in logits.split(32))))
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     children = {(parents[i], tokens[i]): i for i in range(1, len(tree))}
     path = [0]
@@ -92,8 +102,8 @@ def traced(tree: TokenTree, scores: torch.Tensor, logits: torch.Tensor, emitted:
         parents=parents,
         depths=tree.depths.tolist(),
         draft_logprobs=(scores - scores[tree.parents]).tolist(),
-        target_tokens=target.tolist(),
-        target_probs=probs.tolist(),
+        target_tokens=target_tokens.tolist(),
+        target_probs=target_probs.tolist(),
         path=path,
         bonus=emitted[-1],
     )

@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vram", metavar="SIZE", help="GPU memory that each engine process may use, as 8GiB")
     add("--timeout", type=float, help="seconds for each engine process")
     add("--out", metavar="DIRECTORY", help="for results.json, results.md, plots and logs; default: bench-DATE-TIME")
-    add("--redo", metavar="RESULTS.JSON", help="measure nothing: print a stored run and make its tables and plots again")
+    add(
+        "--redo", metavar="RESULTS.JSON", help="measure nothing: print a stored run and make its tables and plots again"
+    )
 
 
 def settings_from(args: argparse.Namespace, yaml_text: str | None) -> Settings:

@@ -43,10 +43,14 @@ def _gpqa(row: dict, rng: random.Random) -> Turns:
 
 def _livecodebench(row: dict, rng: random.Random) -> Turns:
     if row.get("starter_code"):
-        how = "You will use the following starter code to write the solution to the problem and enclose your code within "
+        how = (
+            "You will use the following starter code to write the solution to the problem and enclose your code within "
+        )
         how += f"delimiters.\n```python\n{row['starter_code']}\n```"
     else:
-        how = "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the "
+        how = (
+            "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the "
+        )
         how += "sample inputs). Enclose your code within delimiters as follows.\n```python\n# YOUR CODE HERE\n```"
     return [
         "You will be given a question (problem specification) and will generate a correct Python program that matches "
@@ -84,7 +88,9 @@ DATASETS = {
         ("question", "correct answer", "incorrect answer 1", "incorrect answer 2", "incorrect answer 3"),
         _gpqa,
     ),
-    "livecodebench": Dataset("code_generation_lite's test*.jsonl; its own template", ("question_content",), _livecodebench),
+    "livecodebench": Dataset(
+        "code_generation_lite's test*.jsonl; its own template", ("question_content",), _livecodebench
+    ),
 }
 
 
@@ -129,14 +135,18 @@ def load(name: str, path: str | None = None, samples: int | None = None, seed: i
     """
     if name in OWN:
         if path is not None:
-            raise ValueError(f"{name} ships with the package and takes no file; give a file to one of {_names(DATASETS)}")
+            raise ValueError(
+                f"{name} ships with the package and takes no file; give a file to one of {_names(DATASETS)}"
+            )
         prompts = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text())[name]
     elif name in DATASETS:
         if path is None:
             raise ValueError(f"{name} needs its file ({DATASETS[name].source}): {name}=PATH")
         prompts = _read_prompts(name, Path(path).expanduser(), random.Random(seed))
     else:
-        raise ValueError(f"there is no benchmark {name!r}; choose from {_names(OWN)}, or with =PATH from {_names(DATASETS)}")
+        raise ValueError(
+            f"there is no benchmark {name!r}; choose from {_names(OWN)}, or with =PATH from {_names(DATASETS)}"
+        )
     if samples is None or samples >= len(prompts):
         return prompts
     return random.Random(seed).sample(prompts, samples)

@@ -175,7 +175,9 @@ def phases(answers: list[Answer], tree: list[int] | None) -> dict[str, float | N
     }
 
 
-def formula_speedup(tau: float | None, draft: float | None, verify: float | None, t_target: float | None) -> float | None:
+def formula_speedup(
+    tau: float | None, draft: float | None, verify: float | None, t_target: float | None
+) -> float | None:
     """The paper's tau / (D t_draft / t_target + gamma), with D t_draft and gamma t_target as measured per round."""
     if tau is None or draft is None or verify is None or not t_target:
         return None

@@ -94,7 +94,7 @@ def tau_histogram(figure: Figure, rows: Rows, colors: Colors) -> bool:
         return False
     longest = max(int(n) for r in rows for n in r["pass_tokens"])
     figure.set_size_inches(7, 1.0 + 1.5 * len(rows))
-    for i, (axes, r) in enumerate(zip(figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0], rows)):
+    for axes, r in zip(figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0], rows):
         total = sum(r["pass_tokens"].values())
         axes.bar([int(n) for n in r["pass_tokens"]], [c / total for c in r["pass_tokens"].values()], 0.9,
                  color=colors[r["method"]])  # fmt: skip
@@ -117,7 +117,9 @@ def acceptance(figure: Figure, rows: Rows, colors: Colors) -> bool:
     axes = figure.add_subplot()
     for r in rows:
         rates = r["accepted_by_depth"]
-        axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3, color=colors[r["method"]], label=r["method"])
+        axes.plot(
+            range(1, len(rates) + 1), rates, marker="o", markersize=3, color=colors[r["method"]], label=r["method"]
+        )
     axes.set(xlabel="depth d", ylabel="share of drafts with d or more accepted", ylim=(0, 1.02))
     axes.set_xlim(left=0.5)
     _clean(axes)
@@ -128,7 +130,9 @@ def acceptance(figure: Figure, rows: Rows, colors: Colors) -> bool:
 
 def shares(figure: Figure, rows: Rows, colors: Colors) -> bool:
     """Where the time of decoding goes, against tree depth where a sweep has several."""
-    rows = sorted((r for r in rows if r["draft_share"] is not None and r["tree"]), key=lambda r: (r["tree"][0], r["tree"][1]))
+    rows = sorted(
+        (r for r in rows if r["draft_share"] is not None and r["tree"]), key=lambda r: (r["tree"][0], r["tree"][1])
+    )
     if not rows:
         return False
     figure.set_size_inches(max(5.0, 2.0 + 0.9 * len(rows)), 4.2)
@@ -140,7 +144,9 @@ def shares(figure: Figure, rows: Rows, colors: Colors) -> bool:
             if height > 0.06:
                 axes.text(i, floor[i] + height / 2, f"{height:.0%}", ha="center", va="center", fontsize=8)
         floor = [a + b for a, b in zip(floor, heights)]
-    extra = [" ".join(part for part in r["method"].split()[1:] if not part.startswith(("depth=", "width="))) for r in rows]
+    extra = [
+        " ".join(part for part in r["method"].split()[1:] if not part.startswith(("depth=", "width="))) for r in rows
+    ]
     axes.set_xticks(range(len(rows)), [f"{r['tree'][0]} x {r['tree'][1]}\n{e}".strip() for r, e in zip(rows, extra)])
     axes.set(xlabel="tree width x depth", ylabel="share of decoding time", ylim=(0, 1))
     _clean(axes)
@@ -158,8 +164,9 @@ def formula(figure: Figure, rows: Rows, colors: Colors) -> bool:
     axes, markers = figure.add_subplot(), "osD^vP*Xh"
     benchmarks = list(dict.fromkeys(r["benchmark"] for r in rows))
     for r in rows:
+        marker = markers[benchmarks.index(r["benchmark"]) % len(markers)]
         axes.plot(middle(r, "formula_speedup"), middle(r, "speedup"), color=colors[r["method"]], linestyle="",
-                  marker=markers[benchmarks.index(r["benchmark"]) % len(markers)], markersize=7, alpha=0.85)  # fmt: skip
+                  marker=marker, markersize=7, alpha=0.85)  # fmt: skip
     for method in _methods(rows):
         axes.plot([], [], color=colors[method], linestyle="", marker="s", label=method)
     for i, benchmark in enumerate(benchmarks):

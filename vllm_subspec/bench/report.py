@@ -47,14 +47,15 @@ def tables(summary: list[dict[str, Any]]) -> list[Table]:
     for temperature in dict.fromkeys(r["temperature"] for r in summary):
         rows = [r for r in summary if r["temperature"] == temperature]
         made.append(Table(f"Speed, temperature {temperature:g}",
-            ["benchmark", "method", "tok/s", "end to end", "first token ms", "tau", "speedup", "eta", "same text", "GPU GiB"],
+            ["benchmark", "method", "tok/s", "end to end", "first token ms", "tau", "speedup", "eta", "same text",
+             "GPU GiB"],
             [[r["benchmark"], r["method"], _cell(r, "decode_speed", ranged=True), _cell(r, "end_to_end_speed"),
               _cell(r, "first_token", ".0f", 1e3), _cell(r, "tau"), _cell(r, "speedup", ranged=True), _cell(r, "eta"),
               _cell(r, "same_as_vanilla", ".0%"), _cell(r, "peak_memory_gib")] for r in rows],
         ))  # fmt: skip
         made.append(Table(f"Passes, temperature {temperature:g}",
-            ["benchmark", "method", "pass ms", "t_target ms", "t_draft ms", "gamma", "formula", "draft", "verify", "other",
-             *(f"accepted at {depth}" for depth in DEPTHS)],
+            ["benchmark", "method", "pass ms", "t_target ms", "t_draft ms", "gamma", "formula", "draft", "verify",
+             "other", *(f"accepted at {depth}" for depth in DEPTHS)],
             [[r["benchmark"], r["method"], _cell(r, "pass", ".1f", 1e3), _cell(r, "t_target", ".1f", 1e3),
               _cell(r, "t_draft", ".2f", 1e3), _cell(r, "gamma"), _cell(r, "formula_speedup"),
               _cell(r, "draft_share", ".0%"), _cell(r, "verify_share", ".0%"), _cell(r, "other_share", ".0%"),
@@ -76,9 +77,13 @@ def remarks(result: dict[str, Any]) -> list[str]:
     if result["interrupted"]:
         lines.append("interrupted: only what was finished by then counts")
     if result["answers"] and result["machine"].get("device", "").startswith("CPU"):
-        lines.append("on a CPU nothing is offloaded and vLLM's GPU runner is interpreted: ratios to vanilla are no GPU's")
+        lines.append(
+            "on a CPU nothing is offloaded and vLLM's GPU runner is interpreted: ratios to vanilla are no GPU's"
+        )
         if any(e["method"] not in (VANILLA, "subspec") for e in result["engines"]):
-            lines.append("on a CPU vLLM warns that its own speculative methods are slow without Intel OpenMP in LD_PRELOAD")
+            lines.append(
+                "on a CPU vLLM warns that its own speculative methods are slow without Intel OpenMP in LD_PRELOAD"
+            )
     return lines
 
 

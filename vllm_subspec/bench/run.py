@@ -102,7 +102,8 @@ def _collect(
 ) -> None:
     """Take what one engine process measures into the result."""
     about = {
-        "repeat": repeat, "method": engine.method, "speculative_config": _without_directories(engine.speculative_config),
+        "repeat": repeat, "method": engine.method,
+        "speculative_config": _without_directories(engine.speculative_config),
         "variants": [asdict(v) for v in engine.variants], "skipped": 0,
     }  # fmt: skip
     result["engines"].append(about)
@@ -151,7 +152,9 @@ def _portable(settings: Settings) -> dict[str, Any]:
     """Settings without the directories of this machine: a stored result is for others."""
     values = asdict(settings)
     values["model"], values["draft"] = _name(settings.model), _name(settings.draft)
-    values["benchmarks"] = ["=".join([b.partition("=")[0], Path(b).name]) if "=" in b else b for b in settings.benchmarks]
+    values["benchmarks"] = [
+        "=".join([b.partition("=")[0], Path(b).name]) if "=" in b else b for b in settings.benchmarks
+    ]
     return values
 
 

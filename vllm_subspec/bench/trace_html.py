@@ -18,7 +18,8 @@ h1 { font-size: 1.4rem; } details { border-top: 1px solid #d5dde5; padding: .5re
 .scroll { overflow-x: auto; } .prompt, .answer { white-space: pre-wrap; background: #f3f6f9; padding: .6rem .8rem; }
 svg text { font: 11px ui-monospace, monospace; } svg .level { fill: #7a8794; }
 rect { fill: #fff; stroke: #b6c2cd; } .accepted rect { fill: #cdeed3; stroke: #2f8f46; }
-.target rect { fill: #ffe3b8; stroke: #c77800; } line { stroke: #c8d2db; } line.accepted { stroke: #2f8f46; stroke-width: 2; }
+.target rect { fill: #ffe3b8; stroke: #c77800; }
+line { stroke: #c8d2db; } line.accepted { stroke: #2f8f46; stroke-width: 2; }
 .key { padding: 0 .4rem; border: 1px solid; } .key.accepted { background: #cdeed3; border-color: #2f8f46; }
 .key.target { background: #ffe3b8; border-color: #c77800; } .key.draft { border-color: #b6c2cd; }
 """
@@ -38,8 +39,8 @@ def page(rounds: list[dict[str, Any]], decode: Decode, prompt: str, answer: str)
         f"<h1>SubSpec, round by round</h1><p>{escape(figures)}</p>",
         f'<p class="prompt">{escape(prompt)}</p><p class="answer">{escape(answer)}</p>',
         '<p><span class="key accepted">accepted</span> <span class="key draft">drafted only</span> '
-        '<span class="key target">chosen by the target instead</span>. Numbers are the draft\'s probabilities after the '
-        "parent, at the draft temperature. Hover over a node for the target's own choice after it.</p>",
+        '<span class="key target">chosen by the target instead</span>. Numbers are the draft\'s probabilities after '
+        "the parent, at the draft temperature. Hover over a node for the target's own choice after it.</p>",
     ]
     for number, traced in enumerate(rounds, 1):
         opened = " open" if number == 1 else ""
@@ -57,7 +58,9 @@ def tree_svg(traced: dict[str, Any], decode: Decode) -> str:
     rows = max(row for _, row in places) + 1
     lines, boxes = [], []
     for level in range(columns):
-        lines.append(f'<text class="level" x="{_x(level) + BOX / 2}" y="{MARGIN}" text-anchor="middle">{level or "root"}</text>')
+        lines.append(
+            f'<text class="level" x="{_x(level) + BOX / 2}" y="{MARGIN}" text-anchor="middle">{level or "root"}</text>'
+        )
     for node, place in enumerate(places):
         inside = node in path
         if node:
@@ -67,7 +70,9 @@ def tree_svg(traced: dict[str, Any], decode: Decode) -> str:
         share = f" {probability(traced, node):.2f}" if node else ""
         boxes.append(_box(place, decode(traced["tokens"][node]), share, "accepted" if inside else "draft", hint))
     lines.append(_edge(places[end], bonus, True))
-    boxes.append(_box(bonus, decode(traced["bonus"]), "", "target", f"{decode(traced['bonus'])!r}, chosen by the target"))
+    boxes.append(
+        _box(bonus, decode(traced["bonus"]), "", "target", f"{decode(traced['bonus'])!r}, chosen by the target")
+    )
     size = f'width="{_x(columns) + MARGIN}" height="{_y(rows) + MARGIN}"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, *boxes, "</svg>"])
 
@@ -96,7 +101,8 @@ def _y(row: int) -> int:
 
 
 def _edge(parent: tuple[int, int], child: tuple[int, int], accepted: bool) -> str:
-    ends = f'x1="{_x(parent[0]) + BOX}" y1="{_y(parent[1]) + HEIGHT / 2}" x2="{_x(child[0])}" y2="{_y(child[1]) + HEIGHT / 2}"'
+    ends = f'x1="{_x(parent[0]) + BOX}" y1="{_y(parent[1]) + HEIGHT / 2}" '
+    ends += f'x2="{_x(child[0])}" y2="{_y(child[1]) + HEIGHT / 2}"'
     kind = ' class="accepted"' if accepted else ""
     return f"<line {ends}{kind}/>"
 

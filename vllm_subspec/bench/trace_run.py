@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from . import trace_html, trace_text
+from .engine import one_sentence
 from .settings import check_model, parse_pairs
 
 
@@ -22,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(args: argparse.Namespace) -> int:
-    """Answer the prompt greedily and print every round."""
+    """Answer the prompt greedily and print every round.
+
+    Raises:
+        ValueError, FileNotFoundError: bad input, or an engine that does not start; one sentence.
+    """
     from ..generate import generate, start_engine, stop_engine
     from ..smollm2 import ensure_smollm2
 
@@ -35,7 +40,10 @@ def run_trace(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     arguments = {"max_model_len": 2048, "max_num_seqs": 1, "enforce_eager": True, **given}
-    llm = start_engine(args.model or str(ensure_smollm2()), spec, **arguments)
+    try:
+        llm = start_engine(args.model or str(ensure_smollm2()), spec, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(one_sentence(error)) from None
     try:
         tokenizer = llm.get_tokenizer()
         llm.collective_rpc("subspec_trace", args=(True,))

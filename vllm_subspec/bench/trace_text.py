@@ -37,7 +37,8 @@ def render(rounds: list[dict[str, Any]], decode: Decode) -> str:
         rounds: dictionaries of `vllm_subspec.trace.TracedRound`
     """
     return "\n\n".join(
-        "\n".join([f"round {number}: {headline(traced)}", *_lines(traced, decode)]) for number, traced in enumerate(rounds, 1)
+        "\n".join([f"round {number}: {headline(traced)}", *_lines(traced, decode)])
+        for number, traced in enumerate(rounds, 1)
     )
 
 

@@ -76,8 +76,10 @@ def table(rows: list[dict[str, Any]], chosen: dict[str, Any]) -> Any:
     for name in ("width", "depth", "tok/s", "tau", "pass ms", "t_draft ms", "draft", "verify"):
         shown.add_column(name, justify="right")
     for r in sorted(rows, key=lambda r: r["tree"]):
-        figures = [(middle(r, "decode_speed"), ".2f"), (middle(r, "tau"), ".2f"), (_ms(r, "pass"), ".1f"),
-                   (_ms(r, "t_draft"), ".2f"), (middle(r, "draft_share"), ".0%"), (middle(r, "verify_share"), ".0%")]  # fmt: skip
+        figures = [
+            (middle(r, "decode_speed"), ".2f"), (middle(r, "tau"), ".2f"), (_ms(r, "pass"), ".1f"),
+            (_ms(r, "t_draft"), ".2f"), (middle(r, "draft_share"), ".0%"), (middle(r, "verify_share"), ".0%"),
+        ]  # fmt: skip
         cells = ["-" if value is None else f"{value:{form}}" for value, form in figures]
         shown.add_row(*map(str, r["tree"]), *cells, style="bold green" if r is chosen else None)
     return shown
