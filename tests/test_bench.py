@@ -120,6 +120,8 @@ BAD = [
     (["--sweep", "depth=x"], "whole numbers"),
     (["--methods", "vanilla", "--sweep", "depth=8"], "--methods"), (["--samples", "0"], "samples"),
     (["--vram", "8"], "unit"), (["--temperature", "-1"], "temperature"), (["--redo", "pyproject.toml"], "no result"),
+    (["--methods", "vanilla", "vanilla"], "twice"),
+    (["--benchmarks", "chat", "--out", "pyproject.toml"], "pyproject.toml"),
 ]  # fmt: skip
 
 
@@ -348,7 +350,7 @@ class FakeEngines:
 def fake_run(tmp_path, engines, **given):
     made = settings.resolve(None, {"benchmarks": ["code", "math"], "samples": 2, "repeats": 2, **given})
     saved = []
-    result = run.measure(made, "model", tmp_path, lambda r: saved.append(len(r["answers"])), True, run=engines)
+    result = run.run_methods(made, "model", tmp_path, lambda r: saved.append(len(r["answers"])), True, run=engines)
     return result, saved
 
 
@@ -507,7 +509,7 @@ def tiny_model(tmp_path_factory) -> str:
 def command_line(*arguments: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "vllm_subspec.cli", *arguments], env=env, capture_output=True, text=True
+        [sys.executable, "-m", "vllm_subspec.cli", *arguments], env=env, capture_output=True, text=True, check=False
     )
 
 

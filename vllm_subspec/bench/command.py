@@ -12,7 +12,7 @@ from typing import Any
 
 from . import report
 from .measure import summarize
-from .run import default_directory, measure
+from .run import default_directory, run_methods
 from .settings import NEED_DRAFT, Settings, check_model, parse_pairs, parse_sweep, resolve
 
 INTERRUPTED = 130
@@ -95,7 +95,7 @@ def run_bench(args: argparse.Namespace) -> int:
     settings, model, cpu = prepare(settings_from(args, yaml_text))
     out = Path(args.out) if args.out else default_directory()
     about = {"command": shlex.join(["vllm-subspec", *portable(sys.argv[1:])]), "yaml": yaml_text}
-    result = measure(settings, model, out, lambda so_far: report.write({**so_far, **about}, out), cpu, console)
+    result = run_methods(settings, model, out, lambda so_far: report.write({**so_far, **about}, out), cpu, console)
     if not result["answers"] and not result["interrupted"]:
         raise ValueError("nothing was measured; " + "; ".join(report.remarks(result)))
     finish({**result, **about}, out, console)

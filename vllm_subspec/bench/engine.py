@@ -29,7 +29,7 @@ ENGINE_DEFAULTS = {
 WARM_UP_TOKENS = 16
 
 
-def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The events of a job, in order.
 
     Args:
@@ -53,6 +53,7 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _measure_variant(llm, job: dict[str, Any], variant: dict[str, Any], subspec: bool) -> Iterator[dict[str, Any]]:
     from ..generate import generate
+    from ..prompts import PROMPTS
 
     name, warm_up = variant["name"], WARM_UP_TOKENS
     if subspec:
@@ -60,7 +61,7 @@ def _measure_variant(llm, job: dict[str, Any], variant: dict[str, Any], subspec:
         llm.collective_rpc("subspec_set_tree", args=(width, depth))
         warm_up = max(warm_up, 2 * depth)
     for temperature in job["temperatures"]:
-        generate(llm, job["benchmarks"][0]["prompts"][0][0], min(warm_up, job["max_tokens"]), subspec,
+        generate(llm, PROMPTS[0], min(warm_up, job["max_tokens"]), subspec,
                  logprobs=job.get("logprobs"), temperature=temperature, seed=job["seed"])  # fmt: skip
     yield {"event": "warm", "variant": name}
     for benchmark in job["benchmarks"]:
@@ -189,7 +190,7 @@ def main(send: Callable[[dict[str, Any]], None]) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     job = json.load(sys.stdin)
     try:
-        for event in measure(job):
+        for event in run_job(job):
             send(event)
     except Exception as error:
         send({"event": "failed", "error": one_sentence(error)})

@@ -31,7 +31,7 @@ def load_benchmarks(settings: Settings) -> list[dict[str, Any]]:
     return chosen
 
 
-def measure(
+def run_methods(
     settings: Settings,
     model: str,
     out: Path,

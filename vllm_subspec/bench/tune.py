@@ -11,7 +11,7 @@ from typing import Any
 
 from .command import prepare
 from .measure import best, middle
-from .run import measure
+from .run import run_methods
 from .settings import Settings, parse_pairs, resolve
 
 WIDTHS, DEPTHS = [4, 6, 16], [8, 16, 32, 48]
@@ -49,7 +49,7 @@ def run_tune(args: argparse.Namespace) -> int:
     console = Console()
     settings, model, cpu = prepare(settings_from(args))
     with tempfile.TemporaryDirectory() as directory:
-        result = measure(settings, model, Path(directory), lambda so_far: None, cpu, console)
+        result = run_methods(settings, model, Path(directory), lambda so_far: None, cpu, console)
     for line in result["failures"].values():
         print(f"vllm-subspec: subspec stopped: {line}", file=sys.stderr)
     rows = [r for r in result["summary"] if r["benchmark"] == "all" or len(settings.benchmarks) == 1]
