@@ -222,3 +222,10 @@ def memory(llm):
         "kv_cache": sum({s.data_ptr(): s.nbytes() for s in caches}.values()),
         "offloaded_layers": sorted(layers),
     }
+
+
+def traced(llm):
+    """Every round's tree, by the RPC that callers use."""
+    llm.collective_rpc("subspec_trace", args=(True,))
+    yield
+    return llm.collective_rpc("subspec_trace", args=(False,))[0]

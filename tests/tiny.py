@@ -46,5 +46,19 @@ def make(family: str, out: Path, seed: int = 0) -> str:
     return str(out)
 
 
+def add_tokenizer(path: str) -> None:
+    """Give a checkpoint a tokenizer without a chat template: a token a byte, and words for the other ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<pad>", "<s>", "</s>", *alphabet]
+    tokens += [f"w{i}" for i in range(len(tokens), VOCAB)]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(path)
+
+
 def make_all(root: Path) -> dict[str, str]:
     return {family: make(family, root / family) for family in FAMILIES}
