@@ -46,8 +46,8 @@ def make(family: str, out: Path, seed: int = 0) -> str:
     return str(out)
 
 
-def add_tokenizer(path: str) -> None:
-    """Give a checkpoint a tokenizer without a chat template: a token a byte, and words for the other ids."""
+def add_tokenizer(path: str, chat_template: str | None = None) -> None:
+    """Give a checkpoint a tokenizer: a token a byte, and words for the other ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -56,7 +56,7 @@ def add_tokenizer(path: str) -> None:
     made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=chat_template
     ).save_pretrained(path)
 
 
