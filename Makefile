@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+JOBS ?= 2  # test files at a time; an engine each, of one thread and a few GB
 BIN := $(VENV)/bin
 
 .PHONY: demo test setup clean
@@ -12,7 +13,7 @@ demo: setup
 	$(BIN)/vllm-subspec demo
 
 test: setup
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
 setup: $(VENV)/.done
 

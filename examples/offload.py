@@ -13,71 +13,60 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-
-def child(job: dict) -> dict:
-    """Measure one method in this process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    import torch
-
-    from vllm_subspec.generate import generate, start_engine
-    from vllm_subspec.prompts import PROMPTS
-
-    started = time.perf_counter()
-    llm = start_engine(job["model"], job["spec"], **job["engine"])
-    result = {"start_seconds": time.perf_counter() - started, "runs": {}}
-    speculative = job["spec"] is not None
-    for width, depth in job["trees"] or [(0, 0)]:
-        if speculative:
-            llm.collective_rpc("subspec_set_tree", args=(width, depth))
-        generate(llm, PROMPTS[0], 2 * depth + 4, speculative)  # warm-up
-        answers = [
-            generate(llm, p, job["max_tokens"], speculative, logprobs=None if speculative else 5) for p in PROMPTS
-        ]
-        result["runs"][f"{width}x{depth}"] = [vars(answer) for answer in answers]
-        Path(job["answer"]).write_text(json.dumps(result))
-        print(f"{width}x{depth}: {sum(len(a.tokens) for a in answers) / sum(a.seconds for a in answers):.2f} tok/s", flush=True)
-    if torch.cuda.is_available():
-        result["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        result["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    Path(job["answer"]).write_text(json.dumps(result))
-    return result
+from vllm_subspec.bench.command import portable
+from vllm_subspec.bench.process import run_engine
+from vllm_subspec.cpu import is_cpu_build
+from vllm_subspec.prompts import PROMPTS
 
 
 def run(job: dict, timeout: int) -> dict:
+    """Measure the six prompts in an engine process; trees that were through after ``timeout`` seconds count."""
+    job = {
+        **job, "vram": None, "seed": 0, "temperatures": [0.0],
+        "benchmarks": [{"name": "six prompts", "prompts": [[prompt] for prompt in PROMPTS]}],
+    }  # fmt: skip
+    result: dict = {"runs": {variant["name"]: [] for variant in job["variants"]}}
     with tempfile.TemporaryDirectory() as directory:
-        job = {**job, "answer": f"{directory}/answer.json"}
-        asked = Path(directory) / "job.json"
-        asked.write_text(json.dumps(job))
-        try:
-            subprocess.run([sys.executable, __file__, "--child", str(asked)], timeout=timeout, check=False)
-        except subprocess.TimeoutExpired:
-            print(f"stopped after {timeout} s: what was measured until then counts", file=sys.stderr)
-        return json.loads(Path(job["answer"]).read_text())
+        log = Path(directory) / "log"
+        for event in run_engine(job, log, is_cpu_build(), timeout):
+            kind = event.pop("event")
+            if kind == "started":
+                result["start_seconds"] = event.pop("seconds")
+                result["machine"] = event
+            elif kind == "answer":
+                answers = result["runs"][event["variant"]]
+                answers.append(event)
+                if len(answers) == len(PROMPTS):
+                    speed = sum(len(a["tokens"]) for a in answers) / sum(a["seconds"] for a in answers)
+                    print(f"{event['variant']}: {speed:.2f} tok/s", flush=True)
+            elif kind == "done":
+                result.update(event)
+            elif kind == "failed":
+                print(f"{event['error']}\n{log.read_text()[-4000:]}", file=sys.stderr)
+    result["runs"] = {name: answers for name, answers in result["runs"].items() if len(answers) == len(PROMPTS)}
+    return result
 
 
 def summary(answers: list[dict], width: int, depth: int, t_target: float) -> dict:
-    """The figures of one tree. Speed is over whole requests, prefill included; the rest over rounds with a full tree."""
-    rounds = [r for a in answers for r in a["rounds"]]
-    full = [r for r in rounds if r["tree_size"] == 1 + width * depth]
-    tau = sum(r["accepted"] + 1 for r in full) / len(full)
-    verify = sum(r["verify_seconds"] for r in full) / len(full)
-    draft = sum(r["draft_seconds"] for r in full) / len(full)
+    """The figures of one tree: speed over whole requests, prefill included; the rest over rounds with a full tree."""
+    columns = ("tree_size", "accepted", "draft_seconds", "verify_seconds")
+    rounds = [r for a in answers for r in zip(*(a["rounds"][c] for c in columns))]
+    accepted, drafts, verifications = zip(*(rest for size, *rest in rounds if size == 1 + width * depth))
+    full = len(accepted)
+    tau = sum(accepted) / full + 1
+    draft, verify = sum(drafts) / full, sum(verifications) / full
     per_round = draft + verify
     wall = sum(a["seconds"] for a in answers)
     tokens = sum(len(a["tokens"]) for a in answers)
     speedup = (tokens / wall) * t_target
     return {
-        "tree": [width, depth], "tokens_per_second": tokens / wall, "speedup": speedup, "tau": tau, "eta": speedup / tau,
-        "t_draft_ms": 1e3 * draft / depth, "draft_ms": 1e3 * draft, "verify_ms": 1e3 * verify,
-        "gamma": verify / t_target, "rounds": len(full), "formula_speedup": tau * t_target / per_round,
+        "tree": [width, depth], "tokens_per_second": tokens / wall, "speedup": speedup, "tau": tau,
+        "eta": speedup / tau, "t_draft_ms": 1e3 * draft / depth, "draft_ms": 1e3 * draft, "verify_ms": 1e3 * verify,
+        "gamma": verify / t_target, "rounds": full, "formula_speedup": tau * t_target / per_round,
     }  # fmt: skip
 
 
@@ -94,13 +83,12 @@ def partings(plain: list[dict], subspec: list[dict]) -> list[dict]:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--child"]:
-        child(json.loads(Path(sys.argv[2]).read_text()))
-        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--sweep", default="6x48", help="trees, WIDTHxDEPTH, comma-separated; the first is the main one")
+    parser.add_argument(
+        "--sweep", default="6x48", help="trees, WIDTHxDEPTH, comma-separated; the first is the main one"
+    )
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--plain-tokens", type=int, default=32, help="a plain pass costs the same at every token")
     parser.add_argument("--timeout", type=int, default=600, help="seconds for each method")
@@ -118,23 +106,29 @@ def main() -> int:
     largest = max(trees, key=lambda t: t[0] * t[1])
     spec = {"method": "subspec", "tree_width": largest[0], "tree_depth": largest[1]}
 
-    ours = run({"model": args.model, "spec": spec, "engine": engine, "trees": trees, "max_tokens": args.max_tokens}, args.timeout)
-    plain = run({"model": args.model, "spec": None, "engine": engine, "trees": None, "max_tokens": args.plain_tokens}, args.timeout)
-    answers = plain["runs"]["0x0"]
+    common = {"model": args.model, "engine": engine}
+    variants = [{"name": f"{width}x{depth}", "tree": [width, depth]} for width, depth in trees]
+    ours = run(
+        {**common, "speculative_config": spec, "variants": variants, "max_tokens": args.max_tokens}, args.timeout
+    )
+    plain = run({**common, "speculative_config": None, "variants": [{"name": "plain", "tree": None}],
+                 "max_tokens": args.plain_tokens, "logprobs": 5}, args.timeout)  # fmt: skip
+    if not plain["runs"] or not ours["runs"]:
+        print("a method was not through with the prompts; see above", file=sys.stderr)
+        return 1
+    answers = plain["runs"]["plain"]
     t_target = sum(a["seconds"] for a in answers) / sum(len(a["tokens"]) for a in answers)
 
-    import torch
-    import vllm
-
+    machine = plain.pop("machine")
+    del ours["machine"]
     report = {
-        "command": " ".join(["python", "examples/offload.py", *sys.argv[1:]]).replace(args.model, Path(args.model).name),
-        "vllm": vllm.__version__, "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "command": " ".join(["python", "examples/offload.py", *portable(sys.argv[1:])]),
+        "vllm": machine["versions"]["vllm"], "torch": machine["versions"]["torch"], "gpu": machine["device"],
         "plain": {"tokens_per_second": 1 / t_target, "t_target_ms": 1e3 * t_target,
                   **{k: v for k, v in plain.items() if k != "runs"}},
         "subspec": {k: v for k, v in ours.items() if k != "runs"},
         "trees": [summary(a, *map(int, name.split("x")), t_target) for name, a in ours["runs"].items()],
-        "partings": partings(answers, ours["runs"][args.sweep.split(",")[0]]),
+        "partings": partings(answers, next(iter(ours["runs"].values()))),
         "compared_tokens": sum(len(a["tokens"]) for a in answers),
     }  # fmt: skip
     Path(args.out).write_text(json.dumps(report, indent=1))

@@ -68,7 +68,9 @@ def no_stray_engines():
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (process / "environ").read_text(errors="replace").split("\0"):
-                    found.append((process / "cmdline").read_text().replace("\0", " "))
+                    command = (process / "cmdline").read_text().replace("\0", " ")
+                    if "multiprocessing.resource_tracker" not in command:  # Python's own, ends with this process
+                        found.append(command)
             except OSError:
                 continue  # ended meanwhile, or another user's
         return found

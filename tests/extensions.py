@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
-
-
-class OddAfterEven(LogitsProcessor):
-    """After an even token comes an odd one: every node of a tree has a mask of its own."""
-
-    def apply(self, logits, ctx):
-        logits[:, ::2].masked_fill_((ctx.input_ids[:, None] % 2 == 0), float("-inf"))
-        return logits
-
 
 class Worker:
-    """A worker extension."""
+    """A worker extension: its methods are reached by ``collective_rpc``."""
 
-    def two(self) -> int:
-        return 2
+    def model_class(self) -> str:
+        return type(self.model_runner.model).__name__

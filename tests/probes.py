@@ -108,20 +108,37 @@ def unshared_norm(llm):
     yield
 
 
-def failing_draft(llm):
-    """An exception inside the draft, at every second round."""
-    speculator = runner_of(llm).speculator
-    draft, calls = speculator.draft, []
+def faults(llm):
+    """Something fails in every second round: an exception in the draft, NaN logits, logits of another shape, an
+    exception in verification, one after the other."""
+    runner = runner_of(llm)
+    speculator, state = runner.speculator, {"round": 0, "kind": None, "injected": []}
+    draft, forward, verify = speculator.draft, speculator.forward, runner._verify_tree
 
-    def failing(*args):
-        calls.append(1)
-        if len(calls) % 2:
+    def faulty_draft(*args):
+        state["round"] += 1
+        state["kind"] = None
+        if state["round"] % 2:
+            state["kind"] = ("exception", "nan", "shape", "verify")[state["round"] // 2 % 4]
+            state["injected"].append(state["kind"])
+        if state["kind"] == "exception":
             raise RuntimeError("injected")
         return draft(*args)
 
-    speculator.draft = failing
+    def faulty_forward(*args):
+        logits = forward(*args)
+        if state["kind"] == "nan":
+            return logits * float("nan")
+        return logits[:, :1] if state["kind"] == "shape" else logits
+
+    def faulty_verify(*args):
+        if state["kind"] == "verify":
+            raise RuntimeError("injected")
+        return verify(*args)
+
+    speculator.draft, speculator.forward, runner._verify_tree = faulty_draft, faulty_forward, faulty_verify
     yield
-    return len(calls)
+    return state["injected"]
 
 
 def free_blocks(llm):
@@ -207,11 +224,18 @@ def memory(llm):
     }
 
 
-def reload_refused(llm):
-    """What a caller of reload_weights is told."""
+def worker_calls(llm):
+    """What a caller of reload_weights is told, and what a worker extension says."""
     try:
         llm.collective_rpc("reload_weights")
     except Exception as error:
         told = str(error)
     yield
-    return told
+    return [told, *llm.collective_rpc("model_class")]
+
+
+def traced(llm):
+    """Every round's tree, by the RPC that callers use."""
+    llm.collective_rpc("subspec_trace", args=(True,))
+    yield
+    return llm.collective_rpc("subspec_trace", args=(False,))[0]

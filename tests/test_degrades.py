@@ -111,13 +111,32 @@ def test_all_kv_blocks_come_back(answers):
         assert ours[case]["probe"]["before"] == ours[case]["probe"]["after"]
 
 
-def test_a_failing_draft_costs_no_request(tiny_checkpoints):
-    """Catches: an exception inside the draft reaching the user, or a wrong token after it."""
-    job = {"model": tiny_checkpoints["llama"], "batches": [[r] for r in random_requests(16, [10, 30], 30)]}
+def test_a_fault_costs_no_request(tiny_checkpoints):
+    """Catches: a fault inside the draft or the verification reaching the user, or a wrong token during or after it."""
+    job = {"model": tiny_checkpoints["llama"], "batches": [[r] for r in random_requests(16, [10, 30], 40)]}
     (expected,) = engine.plain([job])
-    (answer,) = engine.subspec([{**job, "probe": "failing_draft"}], tree_width=3, tree_depth=6)
+    (answer,) = engine.subspec([{**job, "probe": "faults"}], tree_width=3, tree_depth=6)
     assert tokens(answer) == tokens(expected)
-    assert answer["probe"] > 4 and any(r["tree_size"] > 1 for r in answer["rounds"])
+    assert set(answer["probe"]) == {"exception", "nan", "shape", "verify"}
+    assert any(r["accepted"] for r in answer["rounds"])  # rounds in between are speculated
+
+
+def test_substitutes_without_room_stop_the_start_in_one_sentence(monkeypatch):
+    """Catches: a bare out-of-memory error that does not say what to do."""
+    import torch
+
+    from vllm_subspec.config import SubSpecConfig
+    from vllm_subspec.substitute import linear
+
+    layer = torch.nn.Linear(64, 64)
+    monkeypatch.setattr(linear, "linears_to_substitute", lambda model, which: {"layers.0.mlp": layer})
+
+    def no_room(*args):
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(linear, "quantize", no_room)
+    with pytest.raises(ValueError, match="offload more layers"):
+        linear.make_substitutes(layer, SubSpecConfig, torch.device("cpu"))
 
 
 def test_vllms_warm_up_stays_inside_the_model_length(tiny_checkpoints):

@@ -1,57 +1,25 @@
-"""vLLM's OpenAI server with the flag, started as a user starts it, in processes of its own."""
+"""vLLM's OpenAI server with the flag on a real model: text, streams, metrics, stop. test_serving.py has the rest."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import engine
-import openai
 import pytest
+from servers import processes_of, serve
 
 PROMPTS = ["Give three tips for staying healthy.", "Why is the sky blue?"]
 MAX_TOKENS = 24
 
 
-def processes_of(group: int) -> list[str]:
-    """Command lines of the processes in a process group."""
-    out = subprocess.run(["ps", "-eo", "pgid=,args="], capture_output=True, text=True).stdout
-    return [line for line in out.splitlines() if line.split(None, 1)[0] == str(group)]
-
-
 @pytest.fixture(scope="module")
 def server(smollm2, tmp_path_factory):
     """(client, process) of a running server."""
-    from vllm.utils.network_utils import get_open_port
-
-    port = get_open_port()
     log = tmp_path_factory.mktemp("server") / "log"
-    env = {k: v for k, v in os.environ.items() if k not in ("SUBSPEC_ON_CPU", "TRITON_INTERPRET")}  # as a user's
-    env["VLLM_LOGGING_LEVEL"] = "INFO"
-    command = [
-        sys.executable, "-m", "vllm_subspec.cli", "serve", smollm2, "--served-model-name", "m", "--port", str(port),
-        "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager",
-        "--speculative-config", '{"method":"subspec","tree_width":4,"tree_depth":8}',
-    ]  # fmt: skip
-    with open(log, "w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-")
-    deadline = time.time() + 300
-    while True:
-        try:
-            client.models.list()
-            break
-        except openai.APIConnectionError:
-            if process.poll() is not None or time.time() > deadline:
-                process.kill()
-                pytest.fail(f"the server did not start:\n{log.read_text()[-6000:]}")
-            time.sleep(1)
-    yield client, process
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+    with serve(smollm2, log, {"tree_width": 4, "tree_depth": 8}, "--max-model-len", "1024") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

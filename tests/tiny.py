@@ -53,21 +53,19 @@ def make(family: str, out: Path, seed: int = 0) -> str:
     return str(out)
 
 
-def make_all(root: Path) -> dict[str, str]:
-    return {family: make(family, root / family) for family in FAMILIES}
-
-
-def add_tokenizer(checkpoint: str) -> None:
-    """A tokenizer for one of these checkpoints: a token a byte, after the three special ones."""
+def add_tokenizer(path: str, chat_template: str | None = None) -> None:
+    """Give a checkpoint a tokenizer: a token a byte, and words for the other ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    special = ["<pad>", "<s>", "</s>"]
-    vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.add_special_tokens(special)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    fast.save_pretrained(checkpoint)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<pad>", "<s>", "</s>", *alphabet]
+    tokens += [f"w{i}" for i in range(len(tokens), VOCAB)]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=chat_template
+    ).save_pretrained(path)
+
+
+def make_all(root: Path) -> dict[str, str]:
+    return {family: make(family, root / family) for family in FAMILIES}

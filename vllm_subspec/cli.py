@@ -32,6 +32,24 @@ def plan(args: argparse.Namespace) -> int:
     )
 
 
+def bench(args: argparse.Namespace) -> int:
+    from .bench.command import run_bench
+
+    return run_bench(args)
+
+
+def tune(args: argparse.Namespace) -> int:
+    from .bench.tune import run_tune
+
+    return run_tune(args)
+
+
+def trace(args: argparse.Namespace) -> int:
+    from .bench.trace_run import run_trace
+
+    return run_trace(args)
+
+
 def serve(args: argparse.Namespace) -> int:
     """vLLM's OpenAI server with the flag set. Also where the `vllm` command does not start (CPU builds)."""
     vram, rest = take_option("--vram", args.rest)  # what follows the model is all in args.rest
@@ -58,6 +76,10 @@ def parse_setting(text: str) -> tuple[int, int, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    from .bench import command as bench_command
+    from .bench import trace_run
+    from .bench import tune as bench_tune
+
     parser = argparse.ArgumentParser(prog="vllm-subspec", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -85,6 +107,18 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=plan)
 
+    p = commands.add_parser("bench", help="speculative methods side by side: speed, acceptance, where the time goes")
+    bench_command.add_arguments(p)
+    p.set_defaults(run=bench)
+
+    p = commands.add_parser("tune", help="the fastest tree width and depth for a model on this machine")
+    bench_tune.add_arguments(p)
+    p.set_defaults(run=tune)
+
+    p = commands.add_parser("trace", help="every round's tree for one prompt, as text and as a web page")
+    trace_run.add_arguments(p)
+    p.set_defaults(run=trace)
+
     p = commands.add_parser("serve", help="vLLM's OpenAI server with the method on")
     p.add_argument("model")
     p.add_argument("--vram", help="apply the plan for that much GPU memory, as 8GiB")
@@ -94,8 +128,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(attach_negative("--vram", sys.argv[1:] if argv is None else argv))
     try:
         return args.run(args)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"vllm-subspec: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"vllm-subspec: {error.name} is not installed; pip install 'vllm-subspec[bench]'", file=sys.stderr)
         return 1
 
 

@@ -130,6 +130,8 @@ class SubSpecRunner:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         started = self.rounds.mark()
         self.tree = self._draft(input_batch, block_tables, slot_mappings)
+        if self.tree is None and input_batch.num_draft_tokens:
+            input_batch.input_ids.clamp_(min=0)  # vLLM marks drafts that it did not want by -1, which is no token
         self._marks = [started, self.rounds.mark()]
         return block_tables, slot_mappings
 
@@ -151,9 +153,7 @@ class SubSpecRunner:
                 group.node_slots[1 + num_drafts :] = -1
             tree = self.speculator.draft(input_batch.input_ids[0], input_batch.positions[0], num_drafts)
         except Exception:
-            if not self._warned:
-                logger.exception("Drafting failed; requests go on by plain decoding")
-            self._warned = True
+            self._warn("Drafting failed; requests go on by plain decoding")
             return None
         input_batch.input_ids[: len(tree)] = tree.tokens.to(input_batch.input_ids.dtype)
         input_batch.positions[: len(tree)] = self.speculator.context_len + tree.depths
@@ -173,8 +173,15 @@ class SubSpecRunner:
     # --- verify: instead of vLLM's rejection sampler
 
     def _verify(self, logits: torch.Tensor, input_batch: InputBatch):
-        if self.tree is None:
-            return sample_roots(self.sampler, logits, input_batch)
+        if self.tree is not None:
+            try:
+                return self._verify_tree(logits, input_batch)
+            except Exception:
+                self._warn("Verifying a tree failed; requests go on by plain decoding")
+                self.tree = None
+        return sample_roots(self.sampler, logits, input_batch)
+
+    def _verify_tree(self, logits: torch.Tensor, input_batch: InputBatch):
         speculator = self.speculator
         verify = verify_greedy if input_batch.req_ids[0] in self.argmax_requests else verify_sampled
         output, path = verify(self.tree, self.sampler, logits, input_batch, speculator.tree_depth)
@@ -182,6 +189,12 @@ class SubSpecRunner:
             if layers:
                 commit(layers, group.block_table, speculator.context_len, path, output.num_sampled[0] - 1)
         return output
+
+    def _warn(self, message: str) -> None:
+        """Log the exception under way, the first time one is caught."""
+        if not self._warned:
+            logger.exception(message)
+        self._warned = True
 
     def sample(self, hidden_states, input_batch: InputBatch, grammar_output):
         sampled = super().sample(hidden_states, input_batch, grammar_output)

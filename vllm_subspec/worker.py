@@ -28,6 +28,15 @@ class SubSpecWorkerMixin:
             "subspec: reload_weights would leave the substitutes those of the old weights; start a new engine"
         )
 
+    def subspec_trace(self, on: bool) -> list[dict]:
+        """Record every round's tree from now on, or stop and return them (see `vllm_subspec.trace.TracedRound`)."""
+        from .trace import Tracer
+
+        if on:
+            self._tracer = Tracer(self.model_runner)
+            return []
+        return self._tracer.stop()
+
 
 WARM_UP_STEPS = 6
 """vLLM's warm-up sends one request through so many steps with drafts (its prompt counted as one)."""

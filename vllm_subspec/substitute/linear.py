@@ -29,12 +29,22 @@ def make_substitutes(model: torch.nn.Module, spec, device: torch.device) -> dict
 
     Args:
         spec: the SubSpecConfig
+
+    Raises:
+        ValueError: they do not fit in the device's memory.
     """
-    substitutes = {}
-    for name, linear in linears_to_substitute(model, spec.substitute_layers).items():
-        weight = linear.weight.data.to(device)
-        group_size = fitting_group_size(spec.substitute_group_size, weight.shape[1])
-        substitutes[name] = substitute_linear(linear, quantize(weight, spec.substitute_bits, group_size))
+    substitutes: dict[str, LinearBase] = {}
+    chosen = linears_to_substitute(model, spec.substitute_layers)
+    try:
+        for name, linear in chosen.items():
+            weight = linear.weight.data.to(device)
+            group_size = fitting_group_size(spec.substitute_group_size, weight.shape[1])
+            substitutes[name] = substitute_linear(linear, quantize(weight, spec.substitute_bits, group_size))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"subspec: no GPU memory is left for the 4-bit substitutes after {len(substitutes)} of {len(chosen)}; offload "
+            "more layers (`vllm-subspec plan` says how many fit), or leave the method out"
+        ) from error
     return substitutes
 
 

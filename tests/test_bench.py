@@ -1,0 +1,538 @@
+"""The bench: loaders, figures, settings, reports; engines are made up except in the last test."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_subspec.bench import command, datasets, measure, methods, report, run, settings, tune
+from vllm_subspec.bench.engine import one_sentence
+from vllm_subspec.bench.process import environment, run_engine
+from vllm_subspec.bench.progress import Clock
+from vllm_subspec.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# --- datasets
+
+
+def jsonl(path: Path, *rows: dict) -> Path:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def gpqa(path: Path) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["Record ID", "Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))])
+        writer.writerow(["r1", 'Which, of\nthese "two"?', "right", "wrong1", "wrong2", "wrong3"])
+    return path
+
+
+def parquet(path: Path, *rows: dict) -> Path:
+    import pyarrow
+    from pyarrow import parquet as files
+
+    files.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+PUBLISHED = {
+    "mt_bench": lambda d: jsonl(
+        d / "question.jsonl", {"question_id": 81, "category": "writing", "turns": ["One?", "Two?"]}
+    ),
+    "humaneval": lambda d: jsonl(
+        d / "HumanEval.jsonl.gz", {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": ""}
+    ),
+    # A line separator inside a string is no end of line.
+    "gsm8k": lambda d: jsonl(d / "test.jsonl", {"question": "How\u2028many?", "answer": "#### 3"}),
+    "alpaca": lambda d: (
+        d / "a.json",
+        (d / "a.json").write_text('[{"instruction": "Sort.", "input": "2 1", "output": ""}]'),
+    )[0],
+    "cnn_dm": lambda d: parquet(d / "test.parquet", {"article": "News.", "highlights": "N.", "id": "1"}),
+    "aime2024": lambda d: parquet(d / "aime.parquet", {"ID": "2024-I-1", "Problem": "Find x.", "Answer": 204}),
+    "math500": lambda d: jsonl(d / "test.jsonl", {"problem": "Find y.", "solution": "", "answer": "2", "level": 1}),
+    "gpqa_diamond": lambda d: gpqa(d / "gpqa_diamond.csv"),
+    "livecodebench": lambda d: jsonl(
+        d / "test.jsonl",
+        {"question_content": "Add.", "starter_code": "class S:"},
+        {"question_content": "B", "starter_code": ""},
+    ),
+}
+EXPECTED = {
+    "mt_bench": ["One?", "Two?"], "humaneval": ["def f():"], "gsm8k": ["How\u2028many?"], "alpaca": ["Sort.\n\n2 1"],
+    "cnn_dm": ["News."], "aime2024": ["Find x."], "math500": ["Find y."], "gpqa_diamond": ['Which, of\nthese "two"?'],
+    "livecodebench": ["class S:"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", datasets.DATASETS)
+def test_published_formats(name, tmp_path):
+    """Catches: a column under another name, a format not read, a template that loses the task, turns merged."""
+    prompts = datasets.load(name, str(PUBLISHED[name](tmp_path)))
+    assert len(prompts[0]) == len(EXPECTED[name])
+    assert all(part in turn for part, turn in zip(EXPECTED[name], prompts[0]))
+
+
+def test_templates(tmp_path):
+    """Catches: options missing or always in one place, starter code where there is none."""
+    (text,) = datasets.load("gpqa_diamond", str(gpqa(tmp_path / "g.csv")), seed=1)[0]
+    assert all(f"{letter}) " in text for letter in "ABCD") and all(f"wrong{i}" in text for i in (1, 2, 3))
+    places = {datasets.load("gpqa_diamond", str(tmp_path / "g.csv"), seed=s)[0][0].index(") right") for s in range(9)}
+    assert len(places) > 1
+    with_code, without = datasets.load("livecodebench", str(PUBLISHED["livecodebench"](tmp_path)))
+    assert "starter code" in with_code[0] and "stdin" in without[0] and "None" not in without[0]
+
+
+def test_own_prompts_are_there_and_chosen_by_seed():
+    """Catches: a kind without prompts, a second turn lost, a choice that no seed repeats."""
+    for kind in datasets.OWN:
+        prompts = datasets.load(kind)
+        assert len(prompts) >= 8 and all(len(turns) == (2 if kind == "chat" else 1) for turns in prompts)
+        assert all(isinstance(turn, str) and len(turn) > 20 for turns in prompts for turn in turns)
+        assert datasets.load(kind, samples=3, seed=5) == datasets.load(kind, samples=3, seed=5)
+        assert len({str(datasets.load(kind, samples=3, seed=seed)) for seed in range(8)}) > 1
+
+
+# --- settings
+
+BAD = [
+    (["--methods", "warp"], "no method 'warp'"), (["--benchmarks", "gsm9k"], "no benchmark 'gsm9k'"),
+    (["--benchmarks", "gsm8k"], "needs its file"), (["--benchmarks", "gsm8k=/none.jsonl"], "no file /none.jsonl"),
+    (["--benchmarks", "chat=x"], "takes no file"), (["--methods", "draft_model"], "--draft"),
+    (["--methods", "draft_model", "--draft", "/nowhere"], "/nowhere"), (["--model", "/"], "no config.json"),
+    (["--model", "nowhere"], "no model directory"), (["--config", "none.yaml"], "no file none.yaml"),
+    (["--engine", "dtype"], "key=value"), (["--sweep", "colour=1"], "'colour'"),
+    (["--sweep", "depth=x"], "whole numbers"),
+    (["--methods", "vanilla", "--sweep", "depth=8"], "--methods"), (["--samples", "0"], "samples"),
+    (["--vram", "8"], "unit"), (["--temperature", "-1"], "temperature"), (["--redo", "pyproject.toml"], "no result"),
+    (["--methods", "vanilla", "vanilla"], "twice"),
+    (["--benchmarks", "chat", "--out", "pyproject.toml"], "pyproject.toml"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, said", BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_input_is_one_sentence(arguments, said, smollm2, tmp_path, monkeypatch, capsys):
+    """Catches: a traceback, a wrong value found only when engines run, an error that does not name the culprit."""
+    monkeypatch.chdir(ROOT)
+    if "--model" not in arguments:
+        arguments = [*arguments, "--model", smollm2]
+    assert main(["bench", "--out", str(tmp_path / "out"), *arguments]) != 0
+    printed = capsys.readouterr().err
+    assert said in printed and len(printed.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_vram_is_refused_on_cpu(smollm2, monkeypatch, capsys):
+    """Catches: a limit that is silently without effect."""
+    monkeypatch.setattr("vllm_subspec.cpu.is_cpu_build", lambda: True)
+    assert main(["bench", "--model", smollm2, "--vram", "8GiB"]) != 0
+    assert "CPU build" in capsys.readouterr().err
+
+
+def parsed(*arguments: str):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_flags_override_the_yaml_and_the_yaml_the_defaults():
+    """Catches: a default that beats the file, a mapping replaced instead of merged, values left as text."""
+    text = yaml.dump({"samples": 3, "repeats": 2, "engine": {"dtype": "float32", "enforce_eager": True}, "draft": None})
+    given = parsed("--samples", "5", "--engine", "dtype=bfloat16", "offload_group_size=1", "--sweep", "depth=8,16")
+    made = command.settings_from(given, text)
+    assert (made.samples, made.repeats, made.seed) == (5, 2, settings.Settings().seed)
+    assert made.engine == {"dtype": "bfloat16", "enforce_eager": True, "offload_group_size": 1}
+    assert made.sweep == {"depth": [8, 16]} and made.temperature == [0.0]
+
+
+BAD_YAML = [("sample: 3", "'sample'"), ("[1]", "mapping"), ("a: [", "parse"), ("samples: many", "samples"),
+            ("engine: 3", "engine"), ("temperature: hot", "list")]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, said", BAD_YAML)
+def test_bad_yaml(text, said):
+    """Catches: an unknown key or a value of another kind that passes."""
+    with pytest.raises(ValueError, match=said):
+        settings.resolve(text, {})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
+def test_example_runs_resolve(path):
+    """Catches: an example with a key that does not exist."""
+    made = settings.resolve(path.read_text(), {})
+    assert methods.plan(made)
+
+
+def test_sizes():
+    assert settings.parse_size("8GiB") == 8 * 2**30 and settings.parse_size("1.5 GB") == 1_500_000_000
+
+
+# --- methods
+
+
+def test_trees_of_a_sweep_share_an_engine_configured_for_the_largest():
+    """Catches: an engine too small for one of its trees, one engine a tree, a swept option that is not set."""
+    made = settings.resolve(
+        None, {"sweep": {"depth": [8, 16], "draft_temperature": [0.2, 1.0]}, "subspec": {"tree_width": 4}}
+    )
+    vanilla, first, second = methods.plan(made)
+    assert vanilla.speculative_config is None
+    assert first.speculative_config == {
+        "method": "subspec",
+        "tree_width": 4,
+        "tree_depth": 16,
+        "draft_temperature": 0.2,
+    }
+    assert second.speculative_config["draft_temperature"] == 1.0
+    assert [v.tree for v in first.variants] == [(4, 8), (4, 16)]
+    assert first.variants[1].name == "subspec depth=16 draft_temperature=0.2"
+
+
+def test_vllms_own_methods():
+    """Catches: a config without the draft, or without what ngram must have."""
+    made = settings.resolve(None, {"methods": ["draft_model", "eagle3", "ngram"], "draft": "a/b", "draft_tokens": 7})
+    draft, eagle, ngram = (e.speculative_config for e in methods.plan(made))
+    assert draft == {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 7}
+    assert eagle["method"] == "eagle3" and eagle["model"] == "a/b"
+    assert ngram["num_speculative_tokens"] == 7 and ngram["prompt_lookup_max"] >= ngram["prompt_lookup_min"]
+
+
+# --- figures
+
+
+def answer(variant="vanilla", repeat=0, sample=0, emitted=(1, 1, 1), seconds=3.0, first=1.0, **more) -> dict:
+    made = {
+        "variant": variant, "benchmark": "chat", "temperature": 0.0, "sample": sample, "turn": 0, "repeat": repeat,
+        "tokens": list(range(sum(emitted))), "emitted": list(emitted), "seconds": seconds, "first_token_seconds": first,
+        "prompt_tokens": 5, "rounds": {}, "counters": {},
+    }  # fmt: skip
+    return {**made, **more}
+
+
+def rounds(accepted, sizes, draft, verify) -> dict:
+    return {"tree_size": list(sizes), "accepted": list(accepted), "draft_seconds": draft, "verify_seconds": verify}
+
+
+ENGINES = [
+    {"variants": [{"name": "vanilla", "tree": None}], "peak_reserved_gib": 3.0},
+    {"variants": [{"name": "subspec", "tree": [2, 4]}], "peak_reserved_gib": 4.0},
+    {"variants": [{"name": "subspec", "tree": [2, 4]}], "peak_reserved_gib": 4.5},
+]
+# Plain: 8 tokens after the first in 8 s. Subspec: 8 tokens in two passes of 2 s, of them 0.8 s draft, 1 s verification.
+PLAIN = answer(emitted=[1] * 9, seconds=10.0, first=2.0)
+OURS = answer(
+    "subspec", emitted=(1, 5, 3), seconds=6.0, first=2.0, rounds=rounds([4, 3], [9, 7], [0.8, 0.8], [1.0, 1.0])
+)
+
+
+def test_figures_by_hand():
+    """Catches: prefill counted as decoding, bonus not counted in tau, draft time a round taken for a pass, eta upside
+    down. The second answer ends inside an accepted path: tau counts its last pass whole."""
+    row = {r["method"]: r for r in measure.summarize([PLAIN, OURS], ENGINES)}["subspec"]
+    figure = lambda key: row[key]["median"]  # noqa: E731
+    assert figure("decode_speed") == pytest.approx(8 / 4) and figure("end_to_end_speed") == pytest.approx(9 / 6)
+    assert figure("first_token") == 2.0 and figure("pass") == pytest.approx(2.0)
+    assert figure("tau") == pytest.approx((5 + 4) / 2)
+    assert figure("t_target") == pytest.approx(1.0) and figure("t_draft") == pytest.approx(1.6 / 7)
+    assert figure("gamma") == pytest.approx(1.0)
+    assert figure("speedup") == pytest.approx(2.0) and figure("eta") == pytest.approx(2.0 / 4.5)
+    assert figure("formula_speedup") == pytest.approx(4.5 / 1.8)
+    assert [figure(f"{p}_share") for p in ("draft", "verify", "other")] == pytest.approx([0.4, 0.5, 0.1])
+    assert row["accepted_by_depth"] == [1.0, 1.0, 1.0, 1.0]  # the second tree has three levels
+    assert row["pass_tokens"] == {"4": 1, "5": 1}
+    assert row["peak_memory_gib"] == 4.5 and row["same_as_vanilla"] == 1.0
+
+
+def test_acceptance_by_depth_counts_trees_that_reach_it():
+    """Catches: shallow trees that count as rejections, cumulative and conditional rates mixed up."""
+    made = answer("subspec", emitted=(1, 1, 3, 2), rounds=rounds([0, 2, 1], [9, 9, 3], [0.1] * 3, [0.1] * 3))
+    assert measure.acceptance_by_depth([made], [2, 4]) == pytest.approx([2 / 3, 1 / 2, 0, 0])
+
+
+def test_figures_of_vllms_own_methods_come_from_its_counters():
+    """Catches: passes without a draft left out of tau, or counted as drafts in acceptance by depth."""
+    counters = {"drafts": 2, "draft_tokens": 4, "accepted_tokens": 3, "accepted_per_pos:0": 2, "accepted_per_pos:1": 1}
+    made = answer("ngram", emitted=(1, 2, 1, 3), seconds=4.0, counters=counters)
+    assert measure.acceptance_length([made]) == pytest.approx(2.0)
+    assert measure.acceptance_by_depth([made], None) == [1.0, 0.5]
+    assert measure.phases([made], None)["draft"] is None
+
+
+def test_ratios_compare_the_same_requests_of_the_same_repeat():
+    """Catches: a speedup of other prompts, of another repeat, or of a method that ran without vanilla."""
+    slow = answer(sample=1, emitted=[1] * 3, seconds=101.0, first=1.0)  # only vanilla answered this one
+    later = answer("subspec", repeat=1, emitted=(1, 8), seconds=2.5, first=0.5)
+    row = {r["method"]: r for r in measure.summarize([PLAIN, slow, OURS, later], ENGINES)}["subspec"]
+    assert row["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.0}
+    assert row["decode_speed"]["max"] == pytest.approx(4.0)
+    assert row["same_as_vanilla"] == 1.0
+
+
+def test_spread_and_pooled_row():
+    """Catches: a mean for a median, temperatures or benchmarks mixed, a pooled row that averages averages."""
+    assert measure.spread([5.0, 1.0, None, 2.0]) == {"median": 2.0, "min": 1.0, "max": 5.0}
+    assert measure.spread([None]) is None
+    other = answer(benchmark="code", emitted=[1] * 3, seconds=3.0, first=1.0)
+    warm = answer(temperature=0.6, emitted=[1] * 3, seconds=2.0, first=1.0)
+    summary = measure.summarize([PLAIN, other, warm], ENGINES)
+    speeds = {(r["temperature"], r["benchmark"]): r["decode_speed"]["median"] for r in summary}
+    assert speeds[0.0, "all"] == pytest.approx(10 / 10) and speeds[0.0, "code"] == 1.0 and speeds[0.6, "chat"] == 2.0
+
+
+def test_greedy_texts_that_differ_are_told():
+    other = {**OURS, "tokens": [9] * 9}
+    assert measure.same_as([OURS, other], [PLAIN]) == 0.5
+
+
+def test_time_left():
+    """Catches: engine starts counted as requests, a method not yet seen estimated at nothing."""
+    clock = Clock(
+        Counter({("start", "vanilla"): 2, ("answer", "vanilla"): 4, ("start", "subspec"): 1, ("answer", "subspec"): 2})
+    )
+    assert clock.left() is None and clock.share() == 0
+    clock.add(("start", "vanilla"), 10.0)
+    clock.add(("answer", "vanilla"), 2.0)
+    assert clock.left() == pytest.approx(10 + 3 * 2 + 10 + 2 * 2)
+    clock.drop(("answer", "subspec"), 2)
+    assert clock.left() == pytest.approx(26) and clock.share() == pytest.approx(2 / 7)
+
+
+# --- the run, with made-up engines
+
+
+class FakeEngines:
+    """Stands for `run_engine`; what happens at the numbered answer of a method is told by ``at``."""
+
+    def __init__(self, at: dict[tuple[str, int], BaseException | str] | None = None):
+        self.at, self.jobs, self.closed = at or {}, [], 0
+
+    def __call__(self, job, log, cpu, timeout):
+        method = (job["speculative_config"] or {"method": "vanilla"})["method"]
+        self.jobs.append(method)
+        try:
+            yield {"event": "started", "seconds": 1.0, "versions": {"vllm": "0"}, "device": "none"}
+            number = 0
+            for variant in job["variants"]:
+                yield {"event": "warm", "variant": variant["name"]}
+                for benchmark in job["benchmarks"]:
+                    for sample in range(len(benchmark["prompts"])):
+                        happens = self.at.get((method, number))
+                        if isinstance(happens, BaseException):
+                            raise happens
+                        if happens is not None:
+                            yield {"event": "failed", "error": happens}
+                            return
+                        number += 1
+                        made = answer(variant["name"], sample=sample, benchmark=benchmark["name"])
+                        yield {"event": "answer", **{k: v for k, v in made.items() if k != "repeat"}}
+            yield {"event": "done", "peak_allocated_gib": None, "peak_reserved_gib": None}
+        finally:
+            self.closed += 1
+
+
+def fake_run(tmp_path, engines, **given):
+    made = settings.resolve(None, {"benchmarks": ["code", "math"], "samples": 2, "repeats": 2, **given})
+    saved = []
+    result = run.run_methods(made, "model", tmp_path, lambda r: saved.append(len(r["answers"])), True, run=engines)
+    return result, saved
+
+
+def test_repeats_are_interleaved(tmp_path):
+    """Catches: A A B B in place of A B A B, an answer lost or counted for another repeat."""
+    engines = FakeEngines()
+    result, saved = fake_run(tmp_path, engines)
+    assert engines.jobs == ["vanilla", "subspec"] * 2
+    assert saved == [4, 8, 12, 16, 16]
+    assert Counter((a["repeat"], a["variant"]) for a in result["answers"]).keys() == {
+        (r, v) for r in (0, 1) for v in ("vanilla", "subspec")
+    }
+    assert not result["interrupted"] and not result["failures"]
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path, capsys):
+    """Catches: results lost, a report that cannot be written from half a run, an engine left running."""
+    engines = FakeEngines({("subspec", 3): KeyboardInterrupt()})
+    result, _ = fake_run(tmp_path, engines)
+    result.update(command="bench", yaml=None)
+    assert result["interrupted"] and engines.closed == 2 and engines.jobs == ["vanilla", "subspec"]
+    assert Counter(a["variant"] for a in result["answers"]) == {"vanilla": 4, "subspec": 3}
+    report.write(result, tmp_path)
+    assert "interrupted" in (tmp_path / "results.md").read_text()
+    assert json.loads((tmp_path / "results.json").read_text())["answers"] == result["answers"]
+
+
+def test_a_method_that_fails_keeps_the_others(tmp_path):
+    """Catches: a failure that ends the run or is not reported, and tries of what cannot work, again and again."""
+    engines = FakeEngines({("ngram", 0): "ngram cannot run here"})
+    result, _ = fake_run(tmp_path, engines, methods=["vanilla", "ngram", "subspec"])
+    assert engines.jobs == ["vanilla", "ngram", "subspec", "vanilla", "subspec"]
+    assert {r["method"] for r in result["summary"]} == {"vanilla", "subspec"}
+    assert report.remarks(result) == ["ngram stopped: ngram cannot run here"]
+
+
+# --- report
+
+
+def stored(tmp_path: Path) -> dict:
+    ngram_counters = {"drafts": 2, "accepted_tokens": 3, "accepted_per_pos:0": 2, "accepted_per_pos:1": 1}
+    ngram = answer("ngram", emitted=(1, 2, 1, 3), seconds=4.0, counters=ngram_counters)
+    answers = [
+        {**a, "repeat": r, "benchmark": benchmark, "seconds": a["seconds"] * (1 + r / 10)}
+        for r in (0, 1)
+        for benchmark in ("chat", "code")
+        for a in (PLAIN, OURS, ngram)
+    ]
+    engines = [{**e, "method": e["variants"][0]["name"], "skipped": 0} for e in ENGINES]
+    result = {
+        "format": run.FORMAT, "settings": {"model": "m", "methods": ["vanilla", "subspec", "ngram"]},
+        "interrupted": False,
+        "machine": {"device": "none", "versions": {"vllm": "0.32.0"}}, "engines": engines, "failures": {},
+        "summary": measure.summarize(answers, ENGINES), "command": "vllm-subspec bench", "yaml": "samples: 2",
+        "answers": answers,
+    }  # fmt: skip
+    (tmp_path / "results.json").write_text(json.dumps(result))
+    return result
+
+
+def test_a_stored_run_gives_its_report_again(tmp_path, capsys):
+    """Catches: figures missing from table or page, plots not drawn, a run that cannot be repeated from its files."""
+    stored(tmp_path)
+    assert main(["bench", "--redo", str(tmp_path / "results.json"), "--out", str(tmp_path / "again")]) == 0
+    printed = capsys.readouterr().out
+    page = (tmp_path / "again" / "results.md").read_text()
+    for text in (printed, page):
+        assert "subspec" in text and "4.50" in text and "chat" in text
+    speeds = [2 / 1.0, 8 / (6.6 - 2)]
+    assert f"{sum(speeds) / 2:.2f} ({min(speeds):.2f}-{max(speeds):.2f})" in page
+    assert "samples: 2" in page and "0.32.0" in page
+    names = {p.name for p in (tmp_path / "again").glob("*.png")}
+    assert names == {f"{n}-t0.png" for n in ("speed", "tau_histogram", "acceptance", "shares", "formula")}
+    assert all(f"]({name})" in page for name in names)
+
+
+def test_stored_runs_name_no_directories(tmp_path):
+    """Catches: a path of this machine in a file that is meant for others."""
+    made = settings.resolve(None, {"model": str(tmp_path), "benchmarks": [f"gsm8k={tmp_path}/test.jsonl", "chat"]})
+    assert str(tmp_path) not in json.dumps(run._portable(made))
+    assert command.portable(["--model", "/a/b/m", "gsm8k=/x/test.jsonl", "dtype=float32"]) == [
+        "--model", "m", "gsm8k=test.jsonl", "dtype=float32",
+    ]  # fmt: skip
+
+
+def test_pydantic_errors_become_a_sentence():
+    text = (
+        "1 validation error for VllmConfig\n  Value error, subspec: lower it [type=value_error, input_value=1]\n more"
+    )
+    assert one_sentence(ValueError(text)) == "subspec: lower it"
+    assert one_sentence(RuntimeError()) == "RuntimeError"
+
+
+def test_tune_config():
+    """Catches: a config to paste without the options that were measured."""
+    made = settings.resolve(None, {"subspec": {"draft_temperature": 0.4}})
+    rows = [{"tree": [4, 8], "decode_speed": {"median": 2.0}}, {"tree": [6, 16], "decode_speed": {"median": 3.0}}]
+    chosen = measure.best(rows, lambda r: measure.middle(r, "decode_speed"))
+    assert tune.config(chosen, made) == {
+        "method": "subspec",
+        "draft_temperature": 0.4,
+        "tree_width": 6,
+        "tree_depth": 16,
+    }
+
+
+# --- processes
+
+
+def test_environment_of_engines(monkeypatch):
+    """Catches: plain vLLM that runs with the interpreter, and an in-process engine with subspec without it."""
+    names = {"SUBSPEC_ON_CPU", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"}
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert not names & set(environment(subspec=False, cpu=True))
+    assert names & set(environment(subspec=True, cpu=True)) == {"SUBSPEC_ON_CPU", "TRITON_INTERPRET"}
+    monkeypatch.delenv("SUBSPEC_ON_CPU")
+    assert "SUBSPEC_ON_CPU" not in environment(subspec=True, cpu=False)
+
+
+@pytest.mark.parametrize("timeout, said", [(None, "ended with status"), (0.5, "--timeout")])
+def test_a_process_that_dies_or_hangs_is_a_failure(tmp_path, monkeypatch, timeout, said):
+    """Catches: a run that waits for ever, or goes on as if all had been measured."""
+    stub = tmp_path / "stub"
+    stub.write_text("#!/bin/sh\n" + ("exec sleep 60\n" if timeout else "exit 3\n"))
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    (event,) = run_engine({"speculative_config": None}, tmp_path / "log", True, timeout)
+    assert event["event"] == "failed" and said in event["error"]
+
+
+# --- end to end
+
+SMALL = """
+methods: [vanilla, subspec]
+benchmarks: [chat, math]
+samples: 1
+repeats: 1
+max_tokens: 12
+temperature: [0, 0.6]
+subspec: {tree_width: 3, substitute_group_size: 32}
+sweep: {depth: [4, 6]}
+engine: {dtype: float32, enforce_eager: true, max_model_len: 512}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory) -> str:
+    import tiny
+
+    path = tiny.make("llama", tmp_path_factory.mktemp("bench") / "tiny")
+    tiny.add_tokenizer(path)
+    return path
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_subspec.cli", *arguments], env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_end_to_end(tiny_model, tmp_path):
+    """Catches: engines that do not start as the command starts them, second turns lost, rounds of the prefill counted,
+    a sweep whose trees are all of one shape. Two engines; the texts must be plain vLLM's."""
+    (tmp_path / "small.yaml").write_text(SMALL)
+    done = command_line(
+        "bench", "--config", str(tmp_path / "small.yaml"), "--model", tiny_model, "--out", str(tmp_path / "out")
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = report.read(tmp_path / "out" / "results.json")
+    names = ["vanilla", "subspec depth=4", "subspec depth=6"]
+    assert Counter(a["variant"] for a in result["answers"]) == dict.fromkeys(names, 2 * 3)
+    for a in result["answers"]:
+        assert sum(a["emitted"]) == len(a["tokens"]) and 0 < a["first_token_seconds"] < a["seconds"]
+        assert not a["rounds"] or len(a["rounds"]["accepted"]) == len(a["emitted"]) - 1
+        # All but an answer's last pass are sent as they were accepted.
+        assert not a["rounds"] or a["emitted"][1:-1] == [n + 1 for n in a["rounds"]["accepted"][:-1]]
+    greedy = [a for a in result["answers"] if a["temperature"] == 0]
+    sizes = {a["variant"]: max(a["rounds"]["tree_size"]) for a in greedy if a["rounds"]}
+    assert sizes == {"subspec depth=4": 1 + 3 * 4, "subspec depth=6": 1 + 3 * 6}
+    assert all(r["same_as_vanilla"] in (None, 1.0) for r in result["summary"])
+    assert result["yaml"] == SMALL and result["machine"]["versions"]["vllm"]
+    assert tiny_model not in (tmp_path / "out" / "results.json").read_text()
+    assert "subspec depth=6" in done.stdout and list((tmp_path / "out").glob("speed*.png"))

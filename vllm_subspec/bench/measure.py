@@ -1,0 +1,208 @@
+"""Figures of a run from what its engines measured. Symbols are the paper's (arXiv 2509.18344, section 4).
+
+A pass is one forward pass of the target after the prefill. Ratios compare requests that both sides answered in the
+same repeat. Times are in seconds, speeds in tokens per second, memory in GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any
+
+ALL = "all"
+"""The row that pools several benchmarks"""
+VANILLA = "vanilla"
+Answer = dict[str, Any]
+"""An ``answer`` event of `engine`, with its repeat"""
+
+
+def summarize(answers: list[Answer], engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each temperature, benchmark and variant, in the order of the run.
+
+    A figure that has a spread is ``{"median", "min", "max"}`` over repeats; one that cannot be told is None.
+
+    Args:
+        engines: of each process ``variants`` (name, tree) and ``peak_reserved_gib``
+    """
+    benchmarks = list(dict.fromkeys(a["benchmark"] for a in answers))
+    rows = []
+    for temperature in dict.fromkeys(a["temperature"] for a in answers):
+        for benchmark in benchmarks + [ALL] * (len(benchmarks) > 1):
+            chosen = [a for a in answers if a["temperature"] == temperature and benchmark in (a["benchmark"], ALL)]
+            for variant in dict.fromkeys(a["variant"] for a in chosen):
+                row = {"benchmark": benchmark, "temperature": temperature, "method": variant}
+                rows.append({**row, **_row(chosen, variant, engines)})
+    return rows
+
+
+def _row(chosen: list[Answer], variant: str, engines: list[dict[str, Any]]) -> dict[str, Any]:
+    own = [a for a in chosen if a["variant"] == variant]
+    tree = next((v["tree"] for e in engines for v in e["variants"] if v["name"] == variant), None)
+    repeats = [_repeat(own, chosen, r, tree) for r in dict.fromkeys(a["repeat"] for a in own)]
+    peaks = [e.get("peak_reserved_gib") for e in engines if variant in (v["name"] for v in e["variants"])]
+    return {
+        "tree": tree,
+        "requests": len(own),
+        **{key: spread(r[key] for r in repeats) for key in repeats[0]},
+        "accepted_by_depth": acceptance_by_depth(own, tree),
+        "pass_tokens": histogram(own),
+        "same_as_vanilla": None if variant == VANILLA else same_as(own, [a for a in chosen if a["variant"] == VANILLA]),
+        "peak_memory_gib": max((p for p in peaks if p is not None), default=None),
+    }
+
+
+def _repeat(own: list[Answer], chosen: list[Answer], repeat: int, tree: list[int] | None) -> dict[str, float | None]:
+    """The figures of one variant in one repeat."""
+    own = [a for a in own if a["repeat"] == repeat]
+    vanilla = {_request(a): a for a in chosen if a["variant"] == VANILLA and a["repeat"] == repeat}
+    both = [a for a in own if _request(a) in vanilla]
+    plain = [vanilla[_request(a)] for a in both]
+    tau = acceptance_length(own)
+    t_target = pass_seconds(plain)
+    rounds = phases(own, tree)
+    speedup = _ratio(decode_speed(both), decode_speed(plain))
+    return {
+        "decode_speed": decode_speed(own),
+        "end_to_end_speed": _ratio(sum(len(a["tokens"]) for a in own), sum(a["seconds"] for a in own)),
+        "first_token": median(a["first_token_seconds"] for a in own),
+        "pass": pass_seconds(own),
+        "tau": tau,
+        "speedup": speedup,
+        "eta": _ratio(speedup, tau),
+        "t_target": t_target,
+        "t_draft": rounds["t_draft"],
+        "gamma": _ratio(rounds["verify"], t_target),
+        "formula_speedup": formula_speedup(tau, rounds["draft"], rounds["verify"], t_target),
+        "draft_share": rounds["draft_share"],
+        "verify_share": rounds["verify_share"],
+        "other_share": rounds["other_share"],
+    }
+
+
+def _request(a: Answer) -> tuple:
+    return a["benchmark"], a["sample"], a["turn"]
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def passes(a: Answer) -> int:
+    """Target passes after the prefill."""
+    return len(a["emitted"]) - 1
+
+
+def decode_seconds(answers: Iterable[Answer]) -> float:
+    """Seconds from each request's first token to its last."""
+    return sum(a["seconds"] - a["first_token_seconds"] for a in answers)
+
+
+def decode_speed(answers: list[Answer]) -> float | None:
+    """Tokens per second after the prefill."""
+    return _ratio(sum(sum(a["emitted"][1:]) for a in answers), decode_seconds(answers))
+
+
+def pass_seconds(answers: list[Answer]) -> float | None:
+    """Mean seconds from one pass to the next, drafts included."""
+    return _ratio(decode_seconds(answers), sum(passes(a) for a in answers))
+
+
+def accepted(a: Answer) -> list[int]:
+    """Draft tokens that each pass accepted. Of vLLM's own methods the engine tells only what it sent, so there an
+    answer's last pass may be cut at its end."""
+    return a["rounds"]["accepted"] if a["rounds"] else [n - 1 for n in a["emitted"][1:]]
+
+
+def acceptance_length(answers: list[Answer]) -> float | None:
+    """tau: tokens per target pass, the bonus token included and each answer's last pass counted whole."""
+    total = sum(a["counters"].get("accepted_tokens", 0) if not a["rounds"] else sum(accepted(a)) for a in answers)
+    count = sum(passes(a) for a in answers)
+    return 1 + total / count if count else None
+
+
+def acceptance_by_depth(answers: list[Answer], tree: list[int] | None) -> list[float]:
+    """Share of drafts whose first d tokens were accepted, for d = 1, 2, ...; of drafts that reach so deep."""
+    if tree is None:
+        drafts = sum(a["counters"].get("drafts", 0) for a in answers)
+        keys = {k for a in answers for k in a["counters"] if k.startswith("accepted_per_pos:")}
+        totals = [sum(a["counters"].get(f"accepted_per_pos:{i}", 0) for a in answers) for i in range(len(keys))]
+        return [total / drafts for total in totals] if drafts else []
+    rounds = [pair for a in answers if a["rounds"] for pair in zip(_depths(a, tree), a["rounds"]["accepted"])]
+    rates = []
+    for depth in range(1, tree[1] + 1):
+        deep = [count for reached, count in rounds if reached >= depth]
+        if not deep:
+            break
+        rates.append(sum(count >= depth for count in deep) / len(deep))
+    return rates
+
+
+def _depths(a: Answer, tree: list[int]) -> list[int]:
+    """Levels of each round's tree; near an answer's end a tree is shallower than D."""
+    return [-(-(size - 1) // tree[0]) for size in a["rounds"]["tree_size"]]
+
+
+def histogram(answers: list[Answer]) -> dict[str, int]:
+    """How many passes emitted 1, 2, ... tokens."""
+    counts: dict[int, int] = {}
+    for a in answers:
+        for n in accepted(a):
+            counts[n + 1] = counts.get(n + 1, 0) + 1
+    return {str(n): counts[n] for n in sorted(counts)}
+
+
+def phases(answers: list[Answer], tree: list[int] | None) -> dict[str, float | None]:
+    """Mean seconds of a round's draft and verification, of one draft pass, and the phases' shares of decoding.
+
+    vLLM's own methods do not tell their phases apart. Nor can waiting for streamed weights be told from computing
+    here: a pass overlaps both, and the wait is part of whichever phase it delays.
+    """
+    drafting = [a for a in answers if a["rounds"]]
+    if tree is None or not drafting:
+        return dict.fromkeys(("draft", "verify", "t_draft", "draft_share", "verify_share", "other_share"))
+    draft = sum(sum(a["rounds"]["draft_seconds"]) for a in drafting)
+    verify = sum(sum(a["rounds"]["verify_seconds"]) for a in drafting)
+    count, levels = sum(passes(a) for a in drafting), sum(sum(_depths(a, tree)) for a in drafting)
+    whole = decode_seconds(drafting)
+    return {
+        "draft": draft / count,
+        "verify": verify / count,
+        "t_draft": _ratio(draft, levels),
+        "draft_share": draft / whole,
+        "verify_share": verify / whole,
+        "other_share": max(0.0, 1 - (draft + verify) / whole),
+    }
+
+
+def formula_speedup(
+    tau: float | None, draft: float | None, verify: float | None, t_target: float | None
+) -> float | None:
+    """The paper's tau / (D t_draft / t_target + gamma), with D t_draft and gamma t_target as measured per round."""
+    if tau is None or draft is None or verify is None or not t_target:
+        return None
+    return tau / (draft / t_target + verify / t_target)
+
+
+def same_as(own: list[Answer], vanilla: list[Answer]) -> float | None:
+    """Share of greedy answers that are token for token those of plain vLLM."""
+    expected = {(a["repeat"], *_request(a)): a["tokens"] for a in vanilla}
+    pairs = [(a["tokens"], expected.get((a["repeat"], *_request(a)))) for a in own if a["temperature"] == 0]
+    compared = [got == wanted for got, wanted in pairs if wanted is not None]
+    return sum(compared) / len(compared) if compared else None
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Median and range of what the repeats gave."""
+    known = [v for v in values if v is not None]
+    return {"median": median(known), "min": min(known), "max": max(known)} if known else None
+
+
+def middle(row: dict[str, Any], key: str) -> float | None:
+    """The median of a row's figure."""
+    return row[key]["median"] if row.get(key) else None
+
+
+def best(rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], float | None]) -> dict[str, Any] | None:
+    """The row with the largest figure."""
+    return max((r for r in rows if key(r) is not None), key=key, default=None)

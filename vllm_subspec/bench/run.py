@@ -1,0 +1,171 @@
+"""The command: settings in, engines one after the other, repeat by repeat, files out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .datasets import load
+from .measure import summarize
+from .methods import Engine, plan
+from .process import run_engine
+from .progress import Bar, Clock
+from .settings import Settings, parse_size
+
+RunEngine = Callable[[dict[str, Any], Path, bool, float | None], Iterator[dict[str, Any]]]
+FORMAT = 1
+"""Of the JSON; changes when a reader would have to"""
+
+
+def load_benchmarks(settings: Settings) -> list[dict[str, Any]]:
+    """Names and prompts of the chosen benchmarks. Raises as `datasets.load` does."""
+    chosen = []
+    for item in settings.benchmarks:
+        name, _, path = str(item).partition("=")
+        chosen.append({"name": name, "prompts": load(name, path or None, settings.samples, settings.seed)})
+    return chosen
+
+
+def run_methods(
+    settings: Settings,
+    model: str,
+    out: Path,
+    save: Callable[[dict[str, Any]], None],
+    cpu: bool,
+    console: Any = None,
+    run: RunEngine = run_engine,
+) -> dict[str, Any]:
+    """Measure all methods; a method that fails is left out from then on, and Ctrl-C ends the run with what is there.
+
+    Args:
+        model: path or hub id of the target
+        out: directory for the engines' logs
+        save: is called with the result so far whenever an engine is through, and at the end
+        cpu: whether vLLM's CPU build is installed
+
+    Returns:
+        What the JSON file holds (see README).
+    """
+    benchmarks, engines = load_benchmarks(settings), plan(settings)
+    result: dict[str, Any] = {
+        "format": FORMAT, "settings": _portable(settings), "interrupted": False, "machine": {},
+        "engines": [], "failures": {}, "answers": [],
+    }  # fmt: skip
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    clock = Clock(_steps(engines, benchmarks, settings))
+    try:
+        with Bar(clock, console) as bar:
+            for repeat in range(settings.repeats):
+                for number, engine in enumerate(engines):
+                    label = f"{number}-{engine.method}"
+                    if label in result["failures"]:
+                        continue
+                    job = _job(settings, model, engine, benchmarks)
+                    with closing(run(job, logs / f"{label}.log", cpu, settings.timeout)) as events:
+                        _collect(result, engine, label, repeat, events, bar)
+                    if label in result["failures"]:
+                        _forget(clock, engine, benchmarks, settings)
+                    _finish(result, save)
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+    _finish(result, save)
+    return result
+
+
+def _finish(result: dict[str, Any], save: Callable[[dict[str, Any]], None]) -> None:
+    result["summary"] = summarize(result["answers"], result["engines"])
+    save(result)
+
+
+def _job(settings: Settings, model: str, engine: Engine, benchmarks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "speculative_config": engine.speculative_config,
+        "engine": settings.engine,
+        "vram": parse_size(settings.vram) if settings.vram else None,
+        "variants": [asdict(v) for v in engine.variants],
+        "benchmarks": benchmarks,
+        "temperatures": settings.temperature,
+        "max_tokens": settings.max_tokens,
+        "seed": settings.seed,
+    }
+
+
+def _collect(
+    result: dict[str, Any], engine: Engine, label: str, repeat: int, events: Iterator[dict[str, Any]], bar: Bar
+) -> None:
+    """Take what one engine process measures into the result."""
+    about = {
+        "repeat": repeat, "method": engine.method,
+        "speculative_config": _without_directories(engine.speculative_config),
+        "variants": [asdict(v) for v in engine.variants], "skipped": 0,
+    }  # fmt: skip
+    result["engines"].append(about)
+    bar.now(f"{engine.method}, repeat {repeat + 1}: starting")
+    for event in events:
+        kind = event.pop("event")
+        if kind == "started":
+            about["start_seconds"] = event.pop("seconds")
+            result["machine"] = event
+            bar.step(("start", engine.method))
+            bar.now(f"{engine.method}, repeat {repeat + 1}: warm-up")
+        elif kind == "warm":
+            bar.step(("warm", event["variant"]))
+        elif kind == "answer":
+            result["answers"].append({"repeat": repeat, **event})
+            bar.step(("answer", event["variant"]))
+            bar.now(f"{event['variant']}, repeat {repeat + 1}: {event['benchmark']}")
+        elif kind == "skipped":
+            about["skipped"] += 1
+            bar.clock.drop(("answer", event["variant"]))
+        elif kind == "done":
+            about.update(event)
+        else:
+            result["failures"][label] = event["error"]
+
+
+def _steps(engines: list[Engine], benchmarks: list[dict[str, Any]], settings: Settings) -> Counter:
+    """How many steps of each kind the whole run has."""
+    turns = sum(len(turns) for b in benchmarks for turns in b["prompts"]) * len(settings.temperature)
+    steps: Counter = Counter()
+    for engine in engines:
+        steps["start", engine.method] += settings.repeats
+        for variant in engine.variants:
+            steps["warm", variant.name] += settings.repeats
+            steps["answer", variant.name] += turns * settings.repeats
+    return steps
+
+
+def _forget(clock: Clock, engine: Engine, benchmarks: list[dict[str, Any]], settings: Settings) -> None:
+    """Nothing more comes from an engine that failed."""
+    for step in _steps([engine], benchmarks, settings):
+        clock.planned[step] = len(clock.seen.get(step, ()))
+
+
+def _portable(settings: Settings) -> dict[str, Any]:
+    """Settings without the directories of this machine: a stored result is for others."""
+    values = asdict(settings)
+    values["model"], values["draft"] = _name(settings.model), _name(settings.draft)
+    values["benchmarks"] = [
+        "=".join([b.partition("=")[0], Path(b).name]) if "=" in b else b for b in settings.benchmarks
+    ]
+    return values
+
+
+def _without_directories(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {k: _name(v) if k == "model" else v for k, v in config.items()} if config else None
+
+
+def _name(model: str | None) -> str | None:
+    return Path(model).name if model and Path(model).expanduser().is_dir() else model
+
+
+def default_directory() -> Path:
+    """Where a run's files go if nothing is said."""
+    return Path(time.strftime("bench-%Y%m%d-%H%M%S"))
