@@ -81,6 +81,10 @@ MODELS = {
         {**DENSE, "num_local_experts": 0, "attention_chunk_size": 64, "head_dim": 16, "interleave_moe_layer_step": 100},
         "chunked local attention",
     ),
+    "dual chunk attention: Qwen2.5-1M": (
+        "Qwen2ForCausalLM", "Qwen2Config", {**DENSE, "dual_chunk_attention_config": {"chunk_size": 64}},
+        "dual chunk attention",
+    ),
     "FP8": ("LlamaForCausalLM", "LlamaConfig", {**DENSE, "quantization_config": FP8}, "already quantized (fp8)"),
     "GPTQ": ("LlamaForCausalLM", "LlamaConfig", {**DENSE, "quantization_config": GPTQ}, "already quantized"),
     "AWQ": ("LlamaForCausalLM", "LlamaConfig", {**DENSE, "quantization_config": AWQ}, "already quantized"),
@@ -170,6 +174,16 @@ def test_models_that_are_refused(configure, inspected_here, tmp_path, kind):  # 
     if "bitsandbytes" not in kind:
         remedies = ("leave the method out", "use the text-only checkpoint", "use the unquantized checkpoint")
         assert message(error).startswith("subspec: ") and message(error).endswith(remedies)
+
+
+def test_a_multimodal_model_without_its_modality_is_refused(configure, inspected_here, tmp_path):  # noqa: F811
+    """Catches: --language-model-only let through, with positions of several dimensions that a tree does not set."""
+    config = {**transformers.Qwen2VLConfig(text_config=DENSE).to_dict(), "architectures": ["Qwen2ForCausalLM"]}
+    config["text_config"]["rope_parameters"] = MROPE
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception) as error:
+        configure(SUBSPEC, model=str(tmp_path), dtype="auto", language_model_only=True)
+    assert "multimodal models are not supported" in message(error)
 
 
 @pytest.mark.parametrize("arguments,words", ARGUMENTS, ids=lambda a: " ".join(a) if isinstance(a, dict) else "")
