@@ -133,7 +133,7 @@ def answer(job: dict) -> dict:
         result["num_gpu_blocks"] = config.cache_config.num_gpu_blocks
         result["v2"] = config.use_v2_model_runner
         result["metrics"] = {
-            m.name: getattr(m, "value", getattr(m, "values", None)) for m in llm.get_metrics() if "spec_decode" in m.name
+            m.name: getattr(m, "value", getattr(m, "values", None)) for m in llm.get_metrics() if "spec_decode" in m.name or "preemptions" in m.name
         }
         if "spec" in job:
             result["rounds"] = llm.collective_rpc("subspec_rounds")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 

@@ -61,6 +61,11 @@ def answers(tiny_checkpoints):
                   for r in random_requests(17, [15], 8)),
             ],
         },
+        "preempted": {
+            "model": llama,
+            "engine": {"max_model_len": 192, "block_size": 32, "num_gpu_blocks_override": 12, "max_num_seqs": 4},
+            "batches": [random_requests(18, [60, 40, 70, 50], 90), random_requests(19, [100], 90)],
+        },
         "sampled": {
             "model": llama,
             "batches": [[{**r, "params": {**r["params"], **sampled}}] for r in random_requests(15, [15, 60], 10)],
@@ -76,7 +81,7 @@ def answers(tiny_checkpoints):
     return plain, ours
 
 
-CASES = ["model length", "max tokens", "several", "chunks", "prefix cache", "stops", "processed", "sampled"]
+CASES = ["model length", "max tokens", "several", "chunks", "prefix cache", "stops", "processed", "preempted", "sampled"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,6 +107,13 @@ def test_one_request_is_speculated_and_several_run_plain(answers):
     trees = [r["tree_size"] > 1 for r in ours["several"]["rounds"]]
     assert any(trees) and not all(trees)
     assert trees[-2:] == [True, True] or trees[-1]
+
+
+def test_requests_were_preempted_and_speculated_again(answers):
+    """Catches: a case "preempted" in which nothing is."""
+    _, ours = answers
+    assert ours["preempted"]["metrics"]["vllm:num_preemptions"] > 0
+    assert ours["preempted"]["rounds"][-1]["tree_size"] > 1
 
 
 def test_all_kv_blocks_come_back(answers):

@@ -77,7 +77,7 @@ def generate(
         prompt: a user message, or messages with ``role`` and ``content``
         speculative: whether the engine runs with subspec
         on_text: is called with each piece of text as it arrives
-        logprobs: how many alternatives to report for each token (such a request is not speculated)
+        logprobs: how many alternatives to report for each token
         temperature: 0 is greedy
         seed: of a sampled request
     """
