@@ -113,7 +113,9 @@ def answer(job: dict) -> dict:
             for r in batch:
                 prompt = r["prompt"]
                 if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-                    encoded = llm.get_tokenizer().apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+                    encoded = llm.get_tokenizer().apply_chat_template(
+                        prompt, add_generation_prompt=True, return_dict=False
+                    )
                     prompt = list(encoded)
                 prompts.append({"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt)
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -133,7 +135,9 @@ def answer(job: dict) -> dict:
         result["num_gpu_blocks"] = config.cache_config.num_gpu_blocks
         result["v2"] = config.use_v2_model_runner
         result["metrics"] = {
-            m.name: getattr(m, "value", getattr(m, "values", None)) for m in llm.get_metrics() if "spec_decode" in m.name or "preemptions" in m.name
+            m.name: getattr(m, "value", getattr(m, "values", None))
+            for m in llm.get_metrics()
+            if "spec_decode" in m.name or "preemptions" in m.name
         }
         if "spec" in job:
             result["rounds"] = llm.collective_rpc("subspec_rounds")[0]

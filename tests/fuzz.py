@@ -33,7 +33,9 @@ def random_params(rnd: random.Random, room: int) -> dict:
     params["max_tokens"] = max(1, min(params["max_tokens"], room))
     if rnd.random() < 0.5:
         params |= {"temperature": rnd.choice([0.2, 0.7, 1.0, 1.5]), "seed": rnd.randrange(1 << 30)}
-        params |= rnd.choice([{}, {"top_k": rnd.randint(1, 60)}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.8}])
+        params |= rnd.choice(
+            [{}, {"top_k": rnd.randint(1, 60)}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.8}]
+        )
         if rnd.random() < 0.15:
             params["n"] = 2
     else:
@@ -122,7 +124,9 @@ def run(model: str, seed: int, seconds: float) -> dict:
     gc.collect()
 
     largest = max(TREES, key=lambda tree: tree[0] * tree[1])
-    llm = LLM(model, **ENGINE, speculative_config={"method": "subspec", "tree_width": largest[0], "tree_depth": largest[1]})
+    llm = LLM(
+        model, **ENGINE, speculative_config={"method": "subspec", "tree_width": largest[0], "tree_depth": largest[1]}
+    )
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free, accepted, memory = pool.get_num_free_blocks(), 0, []
     for number, (requests, want) in enumerate(zip(episodes, expected)):
@@ -131,7 +135,9 @@ def run(model: str, seed: int, seconds: float) -> dict:
         got = drive(llm, requests, f"s{number}")
         for i, request in enumerate(requests):
             if not agree(want[i], got[i], request["abort"] is not None):
-                problems.append({"episode": number, "request": i, "tree": tree, **request, "plain": want[i], "subspec": got[i]})
+                problems.append(
+                    {"episode": number, "request": i, "tree": tree, **request, "plain": want[i], "subspec": got[i]}
+                )
         if pool.get_num_free_blocks() != free:
             problems.append({"episode": number, "free blocks": pool.get_num_free_blocks(), "initially": free})
         accepted += sum(r["accepted"] for r in llm.collective_rpc("subspec_rounds")[0])

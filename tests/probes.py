@@ -40,7 +40,9 @@ def sharing(llm):
         "not_shared": sorted(
             n for n, t in tensors(target).items() if not of_linear(n) and (n not in ours or ours[n] is not t)
         ),
-        "substituted": sorted(n for n in linears if dict(draft.named_modules())[n] is not dict(target.named_modules())[n]),
+        "substituted": sorted(
+            n for n in linears if dict(draft.named_modules())[n] is not dict(target.named_modules())[n]
+        ),
         "linears": sorted(linears),
         "changed": sorted(n for n, t in tensors(target).items() if not torch.equal(t, before[n])),
         "layers_with_cache": sum(len(g.layer_names) for g in runner.kv_cache_config.kv_cache_groups),

@@ -27,8 +27,10 @@ def answers(tiny_checkpoints):
         "several": {
             "model": llama,
             "batches": [
-                random_requests(3, [9], 12), random_requests(4, [3, 50, 17, 80, 33], 10),
-                random_requests(6, [11], 12), [*random_requests(7, [8], 24), *random_requests(8, [8, 8], 3)],
+                random_requests(3, [9], 12),
+                random_requests(4, [3, 50, 17, 80, 33], 10),
+                random_requests(6, [11], 12),
+                [*random_requests(7, [8], 24), *random_requests(8, [8, 8], 3)],
             ],
             "probe": "free_blocks",
         },
@@ -57,8 +59,10 @@ def answers(tiny_checkpoints):
                 *([r] for r in random_requests(13, [15], 8, min_tokens=6, stop_token_ids=list(range(3, 120)))),
                 *([r] for r in random_requests(14, [15], 8, logprobs=3)),
                 # Only one token is left to sample from, so this is greedy whatever the noise.
-                *([{**r, "params": {**r["params"], "temperature": 1.0, "top_k": 1, "top_p": 0.9, "n": 2}}]
-                  for r in random_requests(17, [15], 8)),
+                *(
+                    [{**r, "params": {**r["params"], "temperature": 1.0, "top_k": 1, "top_p": 0.9, "n": 2}}]
+                    for r in random_requests(17, [15], 8)
+                ),
             ],
         },
         "preempted": {
@@ -81,12 +85,22 @@ def answers(tiny_checkpoints):
     return plain, ours
 
 
-CASES = ["model length", "max tokens", "several", "chunks", "prefix cache", "stops", "processed", "preempted", "sampled"]
+CASES = [
+    "model length",
+    "max tokens",
+    "several",
+    "chunks",
+    "prefix cache",
+    "stops",
+    "processed",
+    "preempted",
+    "sampled",
+]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_equal_plain_vllm(answers, case):
-    """Catches: a token lost, repeated or changed at a limit, in a mixed batch, after a cache hit, or for a sampler option."""
+    """Catches: a token lost, repeated or changed at a limit, in a mixed batch, after a cache hit, by an option."""
     plain, ours = answers
     assert tokens(ours[case]) == tokens(plain[case])
     finish = lambda a: [[r["finish"] for r in b] for b in a["batches"]]  # noqa: E731

@@ -61,7 +61,9 @@ def test_every_token_is_within_rounding_of_the_targets_argmax(smollm2):
     for name, answer in (("plain", plain), ("subspec", ours)):
         below = deficits(smollm2, prompts, [batch[0][0] for batch in tokens(answer)])
         worst[name] = max(below)
-        print(f"{name}: {len(below)} tokens, {sum(d > 0 for d in below)} not the argmax, at most {max(below):.3f} below")
+        print(
+            f"{name}: {len(below)} tokens, {sum(d > 0 for d in below)} not the argmax, at most {max(below):.3f} below"
+        )
     parted = sum(a != b for a, b in zip(tokens(plain), tokens(ours)))
     print(f"{parted} of {len(prompts)} answers part from plain vLLM's")
     assert worst["plain"] < 0.5 and worst["subspec"] < 0.5
@@ -100,7 +102,8 @@ OFFLOADS = {
 def test_exactly_the_offloaded_linears_are_substituted(smollm2):
     """Catches: an offloaded linear that the draft would stream, or a resident one that it needlessly approximates."""
     jobs = [
-        {**offloaded_job(smollm2, 48, 2, **offload), "probe": "offloaded_and_substituted"} for offload in OFFLOADS.values()
+        {**offloaded_job(smollm2, 48, 2, **offload), "probe": "offloaded_and_substituted"}
+        for offload in OFFLOADS.values()
     ]
     for name, answer in zip(OFFLOADS, engine.subspec(jobs)):
         linears = {n.removesuffix(".weight") for n in answer["probe"]["offloaded"] if "proj" in n}

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from vllm_subspec.cli import main
 from vllm_subspec.plan.advise import DoesNotFit, Placement, default_context, make_plan, placements
 from vllm_subspec.plan.memory import (
-    GIB, MIB, Run, kv_bytes, offloaded_memory, plain_memory, prefetch_bytes, substitute_bytes,
+    GIB,
+    MIB,
+    Run,
+    kv_bytes,
+    offloaded_memory,
+    plain_memory,
+    prefetch_bytes,
+    substitute_bytes,
 )  # fmt: skip
 from vllm_subspec.plan.model import Layer, Model, load_model, model_from_config
 from vllm_subspec.plan.options import options, take_option

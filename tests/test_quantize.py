@@ -19,9 +19,7 @@ def test_values_are_4_bit_with_integer_zero_points_along_the_input(dtype, shape,
     assert q.codes.max() <= 15 and q.zeros.max() <= 15
     assert q.scales.shape == (shape[0], shape[1] // group) and q.scales.dtype == dtype
     row, start = 3, group  # one group by hand
-    by_hand = [
-        (int(c) - int(q.zeros[row, 1])) * float(q.scales[row, 1]) for c in q.codes[row, start : start + group]
-    ]
+    by_hand = [(int(c) - int(q.zeros[row, 1])) * float(q.scales[row, 1]) for c in q.codes[row, start : start + group]]
     got = q.dequantize()[row, start : start + group].float()
     torch.testing.assert_close(got, torch.tensor(by_hand), rtol=8e-3 if dtype == torch.bfloat16 else 1e-6, atol=0)
     error = (q.dequantize().float() - weight.float()).norm() / weight.float().norm()

@@ -121,7 +121,7 @@ def test_unseeded_requests_have_the_targets_distribution(tiny_checkpoints, draws
 
 @pytest.mark.slow
 def test_smollm2_requests_equal_plain_vllm(smollm2):
-    """The same on a real model, with words to avoid (they need a tokenizer). Ten minutes, all of it the interpreter's."""
+    """The same on a real model, with words to avoid (they need a tokenizer). Ten minutes of the interpreter."""
     kinds = [
         {"temperature": 0.7, "top_p": 0.9, "seed": 1},
         {"temperature": 1.0, "top_k": 40, "seed": 2},

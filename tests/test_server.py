@@ -70,7 +70,12 @@ def test_sampled_and_constrained_requests_are_served(server):
         model="m", messages=messages, temperature=0.7, top_p=0.9, seed=1, max_tokens=8, stop=["zzz"]
     )
     assert sampled.choices[0].finish_reason in ("stop", "length")
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     constrained = client.chat.completions.create(
         model="m", messages=messages, temperature=0, max_tokens=40,
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
@@ -86,7 +91,11 @@ def test_metrics_show_speculation(server, expected):
     client, _ = server
     ask(client, PROMPTS[0])
     text = urllib.request.urlopen(str(client.base_url).replace("/v1/", "/metrics")).read().decode()
-    values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "spec_decode" in line and line[0] != "#"}
+    values = {
+        line.split("{")[0]: float(line.split()[-1])
+        for line in text.splitlines()
+        if "spec_decode" in line and line[0] != "#"
+    }
     assert values["vllm:spec_decode_num_accepted_tokens_total"] > values["vllm:spec_decode_num_drafts_total"] > 0
 
 

@@ -1,4 +1,4 @@
-"""What clients of vLLM's OpenAI server send, with the flag on and off, on a tiny model: the same answers, token by token."""
+"""What clients of vLLM's OpenAI server send, with the flag on and off, on a tiny model: the same answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def constrained(client, **constraint) -> list:
 
 
 def response(client, **more) -> str:
-    return client.responses.create(model="m", input="Hello there", temperature=0, max_output_tokens=24, **more).output_text
+    return client.responses.create(
+        model="m", input="Hello there", temperature=0, max_output_tokens=24, **more
+    ).output_text
 
 
 def responses_stream(client) -> str:
@@ -116,7 +118,9 @@ def model(tmp_path_factory) -> str:
 def expected(model, tmp_path_factory) -> dict:
     """Plain vLLM's answers by case, and to each of eight prompts."""
     with serve(model, tmp_path_factory.mktemp("plain") / "log", None, *OPTIONS) as (client, _):
-        return {name: ask(client) for name, ask in CASES.items()} | {n: completions(client, prompt(n, 9 + n), 40) for n in range(8)}
+        return {name: ask(client) for name, ask in CASES.items()} | {
+            n: completions(client, prompt(n, 9 + n), 40) for n in range(8)
+        }
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +175,9 @@ def test_metrics_agree_with_one_another(client):
     delta = {k: v - before.get(k, 0.0) for k, v in metrics(client).items()}
     drafts, accepted = (delta[f"vllm:spec_decode_num_{k}_total"] for k in ("drafts", "accepted_tokens"))
     assert emitted == delta["vllm:generation_tokens_total"] == 60
-    assert 0 < drafts and accepted <= emitted <= 1 + drafts + accepted + 2  # the last round may emit more than is wanted
+    assert (
+        0 < drafts and accepted <= emitted <= 1 + drafts + accepted + 2
+    )  # the last round may emit more than is wanted
 
 
 def test_vllms_own_benchmark_runs_against_it(client, tmp_path, model):

@@ -15,7 +15,9 @@ def test_tau_drops_without_the_shared_context_or_a_shared_layer(smollm2):
         "spec": {"tree_width": 2, "tree_depth": 8},
         "batches": [[r] for r in requests(20, 2)],
     }
-    shared, blind, unshared = engine.subspec([job, {**job, "probe": "private_context"}, {**job, "probe": "unshared_norm"}])
+    shared, blind, unshared = engine.subspec(
+        [job, {**job, "probe": "private_context"}, {**job, "probe": "unshared_norm"}]
+    )
     assert tokens(shared) == tokens(blind) == tokens(unshared)  # a bad draft costs speed, never a token
     assert tau(shared) > 3.0
     assert tau(blind) < 0.6 * tau(shared)

@@ -74,7 +74,8 @@ def arm() -> None:
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0" and not interpreter_is_active():
         raise ValueError(
             "subspec: an engine inside the calling process (VLLM_ENABLE_V1_MULTIPROCESSING=0) on a CPU build needs "
-            f"{MARK}=1 and TRITON_INTERPRET=1 in the environment when Python starts; set both, or leave multiprocessing on"
+            f"{MARK}=1 and TRITON_INTERPRET=1 in the environment when Python starts; set both, or leave "
+            "multiprocessing on"
         )
     if _saved_runner is _UNSET:
         _saved_runner = os.environ.get(RUNNER)

@@ -48,7 +48,17 @@ def _table(prompts: tuple[str, ...], plain: list[Generation], subspec: list[Gene
     from rich.table import Table
 
     table = Table(title="greedy, float32")
-    for column in ("prompt", "tokens", "target\npasses", "tau", "draft\ns", "verify\ns", "other\ns", "iden-\ntical", "speed"):
+    for column in (
+        "prompt",
+        "tokens",
+        "target\npasses",
+        "tau",
+        "draft\ns",
+        "verify\ns",
+        "other\ns",
+        "iden-\ntical",
+        "speed",
+    ):
         table.add_column(column, justify="left" if column == "prompt" else "right", no_wrap=True)
     for prompt, before, after in zip(prompts, plain, subspec):
         draft = sum(r["draft_seconds"] for r in after.rounds)

@@ -99,9 +99,7 @@ class SubSpecRunner:
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         context = self.compilation_config.static_forward_context
-        layers = [
-            {name: context[name] for name in group.layer_names} for group in self.kv_cache_config.kv_cache_groups
-        ]
+        layers = [{name: context[name] for name in group.layer_names} for group in self.kv_cache_config.kv_cache_groups]
         for group in layers:
             install(group)
         self.speculator.set_kv_groups(

@@ -56,7 +56,9 @@ class SubSpecSpeculator(BaseSpeculator):
             ValueError: more nodes than the engine was configured for.
         """
         if not 1 <= width * depth <= self.max_nodes:
-            raise ValueError(f"subspec: a tree of {width} x {depth} has more than the configured {self.max_nodes} nodes")
+            raise ValueError(
+                f"subspec: a tree of {width} x {depth} has more than the configured {self.max_nodes} nodes"
+            )
         self.tree_width, self.tree_depth = width, depth
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tree = TokenTree.empty(1 + width * depth, self.device)

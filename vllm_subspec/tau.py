@@ -22,7 +22,9 @@ def whole_passes(generation: Generation, max_tokens: int) -> list[int]:
     return emitted
 
 
-def measure(model: str, settings: list[tuple[int, int, float]], max_tokens: int, **engine_args) -> list[list[list[int]]]:
+def measure(
+    model: str, settings: list[tuple[int, int, float]], max_tokens: int, **engine_args
+) -> list[list[list[int]]]:
     """For each setting and prompt, the tokens emitted by each pass.
 
     Args:

@@ -86,7 +86,11 @@ def _config_path(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub import logging as hub_logging
     from huggingface_hub.errors import (
-        EntryNotFoundError, GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError,
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
     )  # fmt: skip
 
     hub_logging.set_verbosity_error()  # its client reports each of its retries

@@ -42,8 +42,8 @@ def make_substitutes(model: torch.nn.Module, spec, device: torch.device) -> dict
             substitutes[name] = substitute_linear(linear, quantize(weight, spec.substitute_bits, group_size))
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"subspec: no GPU memory is left for the 4-bit substitutes after {len(substitutes)} of {len(chosen)}; offload "
-            "more layers (`vllm-subspec plan` says how many fit), or leave the method out"
+            f"subspec: no GPU memory is left for the 4-bit substitutes after {len(substitutes)} of {len(chosen)}; "
+            "offload more layers (`vllm-subspec plan` says how many fit), or leave the method out"
         ) from error
     return substitutes
 

@@ -53,9 +53,7 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
     return QuantizedWeight(*(torch.cat(tensors) for tensors in zip(*parts)))
 
 
-def _quantize_rows(
-    weight: torch.Tensor, bits: int, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantize_rows(weight: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from hqq.core.quantize import Quantizer
 
     out_size, in_size = weight.shape
