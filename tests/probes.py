@@ -143,6 +143,32 @@ def faults(llm):
     return state["injected"]
 
 
+def grown_and_fresh(llm):
+    """Of each whole tree of one request: what was accepted, and what is where a new request comes to the same place
+    by its prompt alone. Of a draft that reads KV of its own, only the latter was written by its prefill. And what is
+    accepted in the same request of a draft that does not see its context."""
+    from vllm import SamplingParams
+
+    def accepted(prompt, max_tokens):
+        llm.reset_prefix_cache()
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        trees = [r for r in llm.collective_rpc("subspec_rounds")[0] if r["tree_size"] > 1]
+        return list(output.outputs[0].token_ids), [r["accepted"] for r in trees if r["tree_size"] == nodes]
+
+    speculator = runner_of(llm).speculator
+    nodes = 1 + speculator.tree_width * speculator.tree_depth
+    prompt, emitted = list(range(3, 53)), 1
+    tokens, grown = accepted(prompt, 24)
+    fresh = []
+    for count in grown:
+        fresh.append(accepted(prompt + tokens[: emitted - 1], speculator.tree_depth + 2)[1][0])
+        emitted += count + 1
+    yield
+    next(private_context(llm))
+    return {"grown": grown, "fresh": fresh, "blind": accepted(prompt, 24)[1]}
+
+
 def free_blocks(llm):
     """KV blocks that are free before and after."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool

@@ -42,6 +42,7 @@ def test_defaults_and_derived_fields(configure):
     c = configure({"method": "subspec"}).speculative_config
     assert (c.tree_width, c.tree_depth, c.draft_temperature) == (6, 48, 0.2)
     assert (c.substitute_bits, c.substitute_group_size, c.substitute_layers) == (4, 64, "auto")
+    assert c.share_kv and c.async_transfer
     assert c.num_speculative_tokens == 288
     assert c.num_speculative_tokens_per_batch_size == [(1, 1, 288), (2, 2, 0)]
 

@@ -7,6 +7,8 @@ import pytest
 from prompts import requests
 from test_lossless import tau, tokens
 
+from vllm_subspec.bench.methods import ABLATION
+
 pytestmark = pytest.mark.gpu
 
 PREFETCH = {"offload_group_size": 1, "offload_num_in_group": 1, "offload_prefetch_step": 2}
@@ -89,6 +91,15 @@ def test_float32_answers_equal_plain_vllm(smollm2):
     (ours,) = engine.subspec([job])
     assert tokens(ours) == tokens(plain)
     assert tau(ours) > 3.0
+
+
+def test_every_step_of_the_ablation_answers_as_plain_vllm(smollm2):
+    """Catches: private KV in the wrong slots or a captured draft on the shared cache; layers computed before they came."""
+    job = offloaded_job(smollm2, 48, 3, dtype="float32", **PREFETCH)
+    (plain,) = engine.plain([job])
+    for step, answer in zip(ABLATION, engine.subspec([{**job, "spec": options} for options in ABLATION.values()])):
+        assert tokens(answer) == tokens(plain), step
+        assert tau(answer) > 3.0, step
 
 
 OFFLOADS = {

@@ -17,6 +17,8 @@ OURS = (
     "substitute_bits",
     "substitute_group_size",
     "substitute_layers",
+    "share_kv",
+    "async_transfer",
 )
 ACCEPTED = ("method", "num_speculative_tokens", *OURS)
 
@@ -38,6 +40,12 @@ class SubSpecConfig(SpeculativeConfig):
     """Weights along the input dimension that share one scale and zero-point."""
     substitute_layers: Literal["auto", "offloaded", "all"] = "auto"
     """Which linears get a substitute: those the engine offloaded, every decoder layer's, or offloaded if any is."""
+    share_kv: bool = True
+    """Whether the draft reads the target's KV cache. For ablation only: without, it fills one of its own (see
+    `vllm_subspec.ablation`), which takes half the KV cache's memory."""
+    async_transfer: bool = True
+    """Whether vLLM's prefetch offloader overlaps transfers with computing. For ablation only: without, each layer is
+    transferred when it is reached."""
 
     def __post_init__(self):
         self.num_speculative_tokens = self.tree_width * self.tree_depth

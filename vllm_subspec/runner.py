@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu import model_runner as vllm_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from .ablation import PrivateKVSpeculator, private_attention, transfer_when_reached
 from .attention.impl import install
 from .kv.commit import commit
 from .patching import replaced
@@ -33,7 +34,8 @@ logger = init_logger("vllm.subspec")
 
 def make_runner(runner_cls: type, vllm_config: VllmConfig, device: torch.device) -> Any:
     """An instance of ``runner_cls`` (vLLM's runner with `SubSpecRunner` before it), given our speculator."""
-    make = lambda vllm_config, device, req_states: SubSpecSpeculator(vllm_config, device)  # noqa: E731
+    speculator = SubSpecSpeculator if vllm_config.speculative_config.share_kv else PrivateKVSpeculator
+    make = lambda vllm_config, device, req_states: speculator(vllm_config, device)  # noqa: E731
     with replaced(vllm_runner, "init_speculator", make):
         return runner_cls(vllm_config, device)
 
@@ -86,6 +88,10 @@ class SubSpecRunner:
             raise ValueError(
                 "subspec: the model has no linear layers that a substitute could stand in for; " + LEAVE_OUT
             )
+        if not self.speculative_config.share_kv:
+            substitutes |= private_attention(self.model, self.compilation_config.static_forward_context)
+        if not self.speculative_config.async_transfer:
+            transfer_when_reached()
         self.speculator.model = make_draft(self.model, substitutes, self.device)
         self.model_state.prepare_attn = self._with_tree_metadata(self.model_state.prepare_attn)
         self.rejection_sampler = Verifier(self._verify)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -11,6 +11,13 @@ from .settings import NEED_DRAFT, SWEEPS, Settings
 NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SHAPE = ("tree_width", "tree_depth")
 """Options of a tree that a running engine can change"""
+ABLATION: dict[str, dict[str, Any]] = {
+    "1 substitutes": {"share_kv": False, "draft_temperature": 1.0, "async_transfer": False},
+    "2 + shared KV": {"draft_temperature": 1.0, "async_transfer": False},
+    "3 + sharpening": {"async_transfer": False},
+    "4 + async transfer": {},
+}
+"""Steps of --ablate, and the options that they set (paper, ablation study). All share layers; the last is the method."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,7 @@ class Variant:
     """One row of the report."""
 
     name: str
-    """The method, and what a sweep sets: ``subspec depth=8``"""
+    """The method, and what a sweep or an ablation sets: ``subspec depth=8``, ``subspec 2 + shared KV``"""
     tree: tuple[int, int] | None = None
     """Width and depth, for subspec"""
 
@@ -30,6 +37,11 @@ class Engine:
     method: str
     speculative_config: dict[str, Any] | None
     variants: tuple[Variant, ...]
+
+    @property
+    def name(self) -> str:
+        """What a failure of it is told under."""
+        return self.variants[0].name if len(self.variants) == 1 else self.method
 
 
 def plan(settings: Settings) -> list[Engine]:
@@ -43,7 +55,7 @@ def plan(settings: Settings) -> list[Engine]:
     engines = []
     for method in settings.methods:
         if method == "subspec":
-            engines += _subspec(settings)
+            engines += _ablation(settings) if settings.ablate else _subspec(settings)
         else:
             engines.append(Engine(method, _vllms_own(method, settings), (Variant(method),)))
     return engines
@@ -76,6 +88,15 @@ def _subspec(settings: Settings) -> list[Engine]:
         width, depth = max((v.tree for v in variants), key=lambda tree: tree[0] * tree[1])
         config = {"method": "subspec", "tree_width": width, "tree_depth": depth, **members[0][1]}
         engines.append(Engine("subspec", config, variants))
+    return engines
+
+
+def _ablation(settings: Settings) -> list[Engine]:
+    """The same tree four times, with ever more of the method on."""
+    engines = []
+    for step, options in ABLATION.items():
+        (engine,) = _subspec(replace(settings, subspec={**settings.subspec, **options}))
+        engines.append(replace(engine, variants=(replace(engine.variants[0], name=f"subspec {step}"),)))
     return engines
 
 

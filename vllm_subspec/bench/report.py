@@ -76,6 +76,8 @@ def remarks(result: dict[str, Any]) -> list[str]:
         lines.append(f"{skipped} prompts do not fit the model's context (engine max_model_len) and were left out")
     if result["interrupted"]:
         lines.append("interrupted: only what was finished by then counts")
+    if result["settings"].get("ablate") and not _streams_ahead(result):
+        lines.append("nothing is transferred ahead here (no prefetch offloading): steps 3 and 4 are the same engine")
     if result["answers"] and result["machine"].get("device", "").startswith("CPU"):
         lines.append(
             "on a CPU nothing is offloaded and vLLM's GPU runner is interpreted: ratios to vanilla are no GPU's"
@@ -85,6 +87,13 @@ def remarks(result: dict[str, Any]) -> list[str]:
                 "on a CPU vLLM warns that its own speculative methods are slow without Intel OpenMP in LD_PRELOAD"
             )
     return lines
+
+
+def _streams_ahead(result: dict[str, Any]) -> bool:
+    """Whether vLLM's prefetch backend overlapped transfers with computing."""
+    engine = result["settings"]["engine"]
+    prefetch = engine.get("offload_group_size", 0) > 0 and engine.get("offload_backend") != "uva"
+    return prefetch and not result["machine"].get("device", "").startswith("CPU")
 
 
 def print_report(result: dict[str, Any], console: Any) -> None:

@@ -63,11 +63,11 @@ def run_methods(
         with Bar(clock, console) as bar:
             for repeat in range(settings.repeats):
                 for number, engine in enumerate(engines):
-                    label = f"{number}-{engine.method}"
+                    label = f"{number}-{engine.name}"
                     if label in result["failures"]:
                         continue
                     job = _job(settings, model, engine, benchmarks)
-                    with closing(run(job, logs / f"{label}.log", cpu, settings.timeout)) as events:
+                    with closing(run(job, logs / f"{number}-{engine.method}.log", cpu, settings.timeout)) as events:
                         _collect(result, engine, label, repeat, events, bar)
                     if label in result["failures"]:
                         _forget(clock, engine, benchmarks, settings)

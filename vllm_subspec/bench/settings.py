@@ -48,6 +48,8 @@ class Settings:
     """Options of method subspec"""
     sweep: dict[str, list] = field(default_factory=dict)
     """Values of options of method subspec (see `SWEEPS`); every combination is measured"""
+    ablate: bool = False
+    """Method subspec in four steps, each with more of it switched on (see `methods.ABLATION`)"""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of vllm.LLM, the same for all methods"""
     vram: str | None = None
@@ -118,10 +120,22 @@ def _check(settings: Settings) -> None:
             raise ValueError(f"--sweep knows {', '.join(SWEEPS)}, not {key!r}")
         if not isinstance(values, list) or not values:
             raise ValueError(f"--sweep {key} needs values, as {key}=8,16")
+    if _checked(settings, "ablate", bool):
+        _check_ablation(settings)
     if settings.sweep and "subspec" not in settings.methods:
         raise ValueError("--sweep varies method subspec, which is not among the methods; add it to --methods")
     if settings.vram is not None:
         parse_size(settings.vram)
+
+
+def _check_ablation(settings: Settings) -> None:
+    if "subspec" not in settings.methods:
+        raise ValueError("--ablate takes method subspec apart, which is not among the methods; add it to --methods")
+    if settings.sweep:
+        raise ValueError("--ablate and --sweep do not go together; leave one out")
+    for key in ("share_kv", "async_transfer"):
+        if key in settings.subspec:
+            raise ValueError(f"--ablate sets {key} of method subspec itself; leave it out of --subspec")
 
 
 def check_model(model: str) -> None:
