@@ -27,6 +27,17 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def environment(in_process: bool, subspec_env: bool) -> dict[str, str]:
+    """The environment of an engine process: nothing that tests in this process set or took away (see `run`)."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    env["OMP_NUM_THREADS"] = "1"  # as in vLLM's own engine processes; two threads that share a busy core crawl
+    for name in ("SUBSPEC_ON_CPU", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
+        env.pop(name, None)
+    if subspec_env and not has_cuda():
+        env["SUBSPEC_ON_CPU"] = env["TRITON_INTERPRET"] = "1"
+    return env
+
+
 def run(jobs: list[dict], in_process: bool = False, subspec_env: bool = False, timeout: int = 5000) -> list[dict]:
     """Run jobs in a fresh Python process.
 
@@ -34,13 +45,7 @@ def run(jobs: list[dict], in_process: bool = False, subspec_env: bool = False, t
         in_process: the engine runs inside that process (faster to start, and probes can reach it)
         subspec_env: set the variables that an in-process engine with subspec needs on CPU; on a GPU it needs none
     """
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
-    env["OMP_NUM_THREADS"] = "1"  # as in vLLM's own engine processes; two threads that share a busy core crawl
-    env.pop("SUBSPEC_ON_CPU", None)
-    env.pop("TRITON_INTERPRET", None)
-    env.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-    if subspec_env and not has_cuda():
-        env["SUBSPEC_ON_CPU"] = env["TRITON_INTERPRET"] = "1"
+    env = environment(in_process, subspec_env)
     with tempfile.TemporaryDirectory() as directory:
         asked, answered = Path(directory) / "jobs.json", Path(directory) / "answers.json"
         asked.write_text(json.dumps(jobs))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import engine
 import openai
 
 
@@ -31,9 +32,7 @@ def serve(model: str, log: Path, spec: dict | None, *options: str) -> Iterator[t
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
-    ours = ("SUBSPEC_ON_CPU", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER")  # a user's environment has none of them
-    env = {k: v for k, v in os.environ.items() if k not in ours}
-    env |= {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
+    env = {**engine.environment(in_process=False, subspec_env=False), "VLLM_LOGGING_LEVEL": "INFO"}  # as a user's
     if spec is None:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     else:

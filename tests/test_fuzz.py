@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import engine
 import pytest
 
 SECONDS = 60
@@ -15,11 +15,9 @@ SECONDS = 60
 
 def fuzz(model: str, seed: int, seconds: float, tmp_path: Path) -> dict:
     out = tmp_path / "report.json"
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "fuzz.py"), model, str(seed), str(seconds), str(out)],
-        env=env, timeout=10 * seconds + 300, capture_output=True, text=True,
-    )  # fmt: skip
+    env = engine.environment(in_process=True, subspec_env=True)
+    command = [sys.executable, str(Path(__file__).parent / "fuzz.py"), model, str(seed), str(seconds), str(out)]
+    done = subprocess.run(command, env=env, timeout=10 * seconds + 300, capture_output=True, text=True)
     assert out.exists(), f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return json.loads(out.read_text())
 
