@@ -72,7 +72,6 @@ def test_fields_may_be_given_with_dashes_and_a_consistent_count(configure):
         ({}, {"enable_lora": True}, ["LoRA", "--enable-lora"]),
         ({}, {"worker_cls": "a.B"}, ["--worker-cls", "remove"]),
         ({}, {"quantization": "fp8", "dtype": "bfloat16"}, ["quantized", "--quantization"]),
-        ({}, {"async_scheduling": True}, ["--async-scheduling"]),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(configure, spec, engine, words):

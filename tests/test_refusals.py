@@ -136,7 +136,6 @@ ARGUMENTS = [
     ({"kv_sharing_fast_prefill": True}, ["--kv-sharing-fast-prefill", "remove"]),
     ({"worker_cls": "a.B"}, ["remove --worker-cls"]),
     ({"scheduler_cls": "a.B"}, ["remove --scheduler-cls"]),
-    ({"async_scheduling": True}, ["remove --async-scheduling"]),
     ({"max_num_scheduled_tokens": 64}, ["--max-num-scheduled-tokens", "289"]),
     ({"long_prefill_token_threshold": 64}, ["--long-prefill-token-threshold", "289"]),
     ({"runner": "pooling"}, ["'pooling'", "leave the method out"]),
@@ -316,8 +315,8 @@ def test_a_model_with_inputs_of_its_own_is_refused():
     [
         *({"optimization_level": level} for level in range(4)),
         *({"compilation_config": {"mode": mode}} for mode in (0, 2, 3)),
-        {"enforce_eager": True}, {"async_scheduling": False}, {"enable_prefix_caching": True},
-        {"enable_prefix_caching": False}, {"attention_backend": "TRITON_ATTN"}, {"attention_backend": "FLASH_ATTN"},
+        {"enforce_eager": True}, {"async_scheduling": False}, {"async_scheduling": True},
+        {"enable_prefix_caching": True}, {"enable_prefix_caching": False}, {"attention_backend": "TRITON_ATTN"}, {"attention_backend": "FLASH_ATTN"},
         {"generation_config": "vllm"}, {"override_generation_config": {"temperature": 0.5}}, {"spec_tokens": 288},
         *({"load_format": f} for f in ("hf", "safetensors", "pt", "npcache", "runai_streamer", "sharded_state")),
         {"kv_cache_dtype": "bfloat16", "dtype": "bfloat16"}, {"performance_mode": "throughput"},

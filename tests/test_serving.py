@@ -102,6 +102,7 @@ CASES = {
     ),
     "regex": lambda c: constrained(c, regex="(ab|cd){3}[0-9]+x"),
     "choice": lambda c: constrained(c, choice=["yes", "no"]),
+    "grammar": lambda c: constrained(c, grammar='root ::= ("ab" | "cd") [0-9]+ "."'),
     "response": response,
     "streamed response": responses_stream,
 }  # fmt: skip
@@ -126,7 +127,8 @@ def expected(model, tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def client(expected, model, tmp_path_factory):
     spec = {"tree_width": 3, "tree_depth": 8}
-    with serve(model, tmp_path_factory.mktemp("subspec") / "log", spec, *OPTIONS) as (client, _):
+    log = tmp_path_factory.mktemp("subspec") / "log"
+    with serve(model, log, spec, *OPTIONS, "--async-scheduling") as (client, _):
         yield client
 
 

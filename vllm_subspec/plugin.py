@@ -84,10 +84,11 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
     if _method(args) != "subspec":
         return original(args, *call_args, **call_kwargs)
     from . import cpu
-    from .support import check_arguments, check_config, without_full_graphs
+    from .support import check_arguments, check_config, without_async_scheduling, without_full_graphs
 
     try:
         check_arguments(args)
+        without_async_scheduling(args)
         with cpu.configuring():
             made = original(args, *call_args, **call_kwargs)
             check_config(made)
@@ -99,6 +100,6 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
 
 
 def _validate_spec_decode(original, params, speculative_config):
-    # min_p and logit_bias: such requests are served by plain steps.
+    # vLLM's own methods cannot serve min_p and logit_bias; here vLLM's sampler has the last word on every token.
     if getattr(speculative_config, "method", None) != "subspec":
         original(params, speculative_config)

@@ -5,6 +5,7 @@ The README lists every feature; tests/test_refusals.py has a case for each.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.subspec")
 
 ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """vLLM's attention backends beside which tree attention was tested."""
@@ -41,6 +44,14 @@ def _raise_first(problems: Iterable[str]) -> None:
         raise ValueError(f"subspec: {problem}")
 
 
+def without_async_scheduling(args: EngineArgs) -> None:
+    """Switch off and say so: a tree is drafted when the step before is known. It changes no output, so a deployment
+    that has the flag starts."""
+    if args.async_scheduling:
+        logger.warning("subspec: --async-scheduling is switched off, a tree is drafted between two steps")
+        args.async_scheduling = False
+
+
 def without_full_graphs(c: VllmConfig) -> None:
     """Attention of a tree batch must run as it is called: vLLM's full CUDA graphs would replay another's. Piecewise
     graphs leave attention out and stay. The draft has a graph of its own."""
@@ -59,8 +70,6 @@ def _argument_problems(args: EngineArgs) -> Iterator[str]:
         yield "verifies trees by attention that is not batch-invariant; unset VLLM_BATCH_INVARIANT"
     if args.worker_cls != "auto":
         yield "brings its own worker class; remove --worker-cls"
-    if args.async_scheduling:
-        yield "drafts between two steps of the scheduler; remove --async-scheduling"
     if args.scheduler_cls is not None:
         yield "relies on vLLM's own scheduler; remove --scheduler-cls"
     for kind in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
