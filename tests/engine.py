@@ -29,12 +29,11 @@ def has_cuda() -> bool:
 
 def environment(in_process: bool, subspec_env: bool) -> dict[str, str]:
     """The environment of an engine process: nothing that tests in this process set or took away (see `run`)."""
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    from vllm_subspec.bench.process import environment as of_engine
+
+    env = of_engine(subspec_env, cpu=not has_cuda())
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     env["OMP_NUM_THREADS"] = "1"  # as in vLLM's own engine processes; two threads that share a busy core crawl
-    for name in ("SUBSPEC_ON_CPU", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
-        env.pop(name, None)
-    if subspec_env and not has_cuda():
-        env["SUBSPEC_ON_CPU"] = env["TRITON_INTERPRET"] = "1"
     return env
 
 
