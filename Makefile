@@ -1,5 +1,6 @@
 # make demo   plain vLLM and subspec side by side, on a small real model
 # make test   the test suite
+# make test-gpu   what of it needs a GPU
 # Both set up .venv on the first run (Python 3.11 or newer, gcc; about 2 GB).
 
 PYTHON ?= python3
@@ -7,13 +8,17 @@ VENV := .venv
 JOBS ?= 2  # test files at a time; an engine each, of one thread and a few GB
 BIN := $(VENV)/bin
 
-.PHONY: demo test setup clean
+.PHONY: demo test test-gpu setup clean
 
 demo: setup
 	$(BIN)/vllm-subspec demo
 
 test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+
+test-gpu: setup
+	$(BIN)/python -m pytest -q -n 4 -m "gpu and not alone" --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "gpu and alone" --durations=5 $(PYTEST_ARGS)
 
 setup: $(VENV)/.done
 

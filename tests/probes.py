@@ -214,6 +214,21 @@ def without_synchronisation(llm):
     return rounds
 
 
+def compiled(llm):
+    """How many variants of each of our kernels there are, before and after the requests."""
+    from vllm_subspec.attention import tree_kernel
+    from vllm_subspec.kv import move_kernel
+
+    kernels = [tree_kernel._attention_kernel, tree_kernel._combine_kernel, move_kernel._move_kernel]
+
+    def variants():
+        return {kernel.fn.__name__: sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels}
+
+    before = variants()
+    yield
+    return [before, variants()]
+
+
 def warmed_up(llm):
     """vLLM's warm-up of kernels as the CUDA worker runs it. On CPU vLLM leaves it out."""
     from vllm_subspec.worker import warm_up

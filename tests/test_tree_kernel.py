@@ -164,6 +164,39 @@ def test_context_grows_under_one_set_of_arguments(device, integer):
         problem.check(SPLIT)
 
 
+@pytest.mark.parametrize("heads", [(2, 1), (12, 2)])
+def test_smaller_trees_share_the_kernels_of_the_largest(monkeypatch, heads):
+    """Catches: a kernel compiled in the middle of an answer, because its last trees have fewer rows."""
+    launched = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(constants)
+
+    for kernel in ("_attention_kernel", "_combine_kernel"):
+        monkeypatch.setattr(f"vllm_subspec.attention.tree_kernel.{kernel}", Recorder())
+    for rows in (1, 2, 7, 40, 289):
+        problem = Problem("cpu", 50, num_nodes=289, num_rows=rows, heads=heads)
+        paged_tree_attention(
+            problem.query, problem.cache, problem.table, problem.context_len, problem.mask, problem.row_positions,
+            problem.node_positions, problem.query.clone(), problem.scale, max_keys=2048, max_rows=289,
+        )  # fmt: skip
+    assert len(launched) in (5, 10)
+    assert len({str(constants) for constants in launched}) == len(launched) // 5
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_few_rows_of_a_large_tree(device, num_rows):
+    """Catches: tiles that do not follow from the rows there are, partial results mixed up."""
+    problem = Problem(device, 100, num_nodes=60, num_rows=num_rows, heads=(6, 2))
+    out = torch.full_like(problem.query, torch.nan)
+    paged_tree_attention(
+        problem.query, problem.cache, problem.table, problem.context_len, problem.mask, problem.row_positions,
+        problem.node_positions, out, problem.scale, max_keys=SPLIT, max_rows=300,
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), problem.expected(), rtol=1e-5, atol=1e-5)
+
+
 def move_by_definition(cache, table, context_len, path, length):
     page = cache.shape[2]
     before = cache.clone()

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from .attention.impl import warm_up
 from .attention.metadata import KVGroup, TreeMetadata, tree_metadata
+from .kv.move_kernel import move_kv
 from .tree import TokenTree, grow
 
 logger = init_logger("vllm.subspec.speculator")
@@ -174,4 +175,8 @@ class SubSpecSpeculator(BaseSpeculator):
         context = self.vllm_config.compilation_config.static_forward_context
         metadata = self.verification_metadata(self.tree)
         warm_up([context[name] for name in metadata], metadata)
+        nowhere = torch.zeros(1 + self.tree_depth, dtype=torch.int64, device=self.device)
+        for group in self.groups:  # a path of no steps: nothing moves
+            caches = [context[name].kv_cache for name in group.layer_names]
+            move_kv(caches, group.block_table, self.context_len, nowhere, nowhere[0])
         logger.info("Captured the draft step: width %d", self.tree_width)

@@ -239,23 +239,24 @@ def paged_tree_attention(
         max_rows: the most rows of any such call, r if not given: calls with the same value share compiled kernels
     """
     num_rows, num_heads, head_size = query.shape
+    most_rows = max(num_rows, max_rows or 0)
     kv_heads, page = kv_cache.shape[1:3]
     assert kv_cache.stride(3) == query.stride(2) == out.stride(2) == mask.stride(1) == block_table.stride(0) == 1
     group = num_heads // kv_heads
     head_pad = triton.next_power_of_2(head_size)
     row_bytes = head_pad * query.element_size()
     tile_bytes = TILE_BYTES if query.element_size() == 2 else TILE_BYTES // 2  # float32 multiplies out of registers
-    block_m = max(16, min(128, 2 * tile_bytes // row_bytes, triton.next_power_of_2(num_rows * group)))
+    block_m = max(16, min(128, 2 * tile_bytes // row_bytes, triton.next_power_of_2(most_rows * group)))
     block_n = max(16, min(64, tile_bytes // row_bytes))
-    tiles = triton.cdiv(num_rows * group, block_m)
-    splits = max(1, min(PROGRAMS // (tiles * kv_heads), triton.cdiv(max_keys, MIN_BLOCKS_PER_SPLIT * block_n)))
+    most_tiles = triton.cdiv(most_rows * group, block_m)
+    splits = max(1, min(PROGRAMS // (most_tiles * kv_heads), triton.cdiv(max_keys, MIN_BLOCKS_PER_SPLIT * block_n)))
     splits = triton.next_power_of_2(splits + 1) // 2  # rounded down: few variants of the kernel
     partial = stats = None
     if splits > 1:
         partial = torch.empty((splits, num_rows, num_heads, head_size), dtype=torch.float32, device=query.device)
         stats = torch.empty((2, splits, num_rows, num_heads), dtype=torch.float32, device=query.device)
     log2e = math.log2(math.e)
-    _attention_kernel[(tiles, kv_heads, splits)](
+    _attention_kernel[(triton.cdiv(num_rows * group, block_m), kv_heads, splits)](
         out, partial, stats, query, kv_cache, block_table, context_len, mask.view(torch.uint8),
         row_positions, node_positions, num_rows, mask.shape[1],
         2 * log2e * scale / soft_cap if soft_cap else log2e * scale, log2e * soft_cap,

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .settings import NEED_DRAFT
+
 ENGINE_DEFAULTS = {
     "max_num_seqs": 1,
     "max_model_len": 2048,
@@ -43,6 +45,8 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     arguments = {**ENGINE_DEFAULTS, **job["engine"]}
     if job["vram"] is not None:
         arguments["gpu_memory_utilization"] = limit_memory(job["vram"])
+    if (job["speculative_config"] or {}).get("method") in NEED_DRAFT:
+        keep_draft_resident()
     llm = start_engine(job["model"], job["speculative_config"], **arguments)
     yield {"event": "started", "seconds": time.perf_counter() - started, **machine()}
     subspec = (job["speculative_config"] or {}).get("method") == "subspec"
@@ -126,6 +130,21 @@ def spec_decode_counters(llm) -> dict[str, float]:
         else:
             counts[name] = metric.value
     return counts
+
+
+def keep_draft_resident() -> None:
+    """Let vLLM's prefetch offloader pass over a draft checkpoint's layers: vLLM 0.32 fails where a second model comes.
+
+    Without it vLLM's own methods with a draft checkpoint could not be measured on a model that is offloaded this way.
+    """
+    from vllm.model_executor.offloader.prefetch import PrefetchOffloader
+
+    wrap = PrefetchOffloader.wrap_modules
+
+    def wrap_first_model(self, modules_generator, prefix=""):
+        return list(modules_generator) if self.module_offloaders else wrap(self, modules_generator, prefix)
+
+    PrefetchOffloader.wrap_modules = wrap_first_model
 
 
 def limit_memory(vram: int) -> float:

@@ -58,10 +58,10 @@ class Plan:
     def gpu_memory_utilization(self) -> float:
         """The share of the GPU that vLLM may fill with weights, profiled activations, graphs and KV cache.
 
-        vram less what comes on top of that share: the CUDA context, which exists before vLLM's first reading, and the
-        logits of a tree, since vLLM profiles its sampler with one row a request. Rounded down to 5 digits.
+        vram less what comes on top of that share: the CUDA context, which exists before vLLM's first reading. The
+        logits of a tree are inside, as the worker has them profiled. Rounded down to 5 digits.
         """
-        share = (self.vram - self.memory.cuda_context - self.memory.logits) / self.gpu_total
+        share = (self.vram - self.memory.cuda_context) / self.gpu_total
         return math.floor(share * 1e5) / 1e5
 
     def flags(self, dtype: str) -> dict[str, list[str]]:
