@@ -4,6 +4,7 @@
 # Both set up .venv on the first run (Python 3.11 or newer, gcc; about 2 GB).
 
 PYTHON ?= python3
+GPU_JOBS ?= 8  # engines on the GPU at a time, a core and 2 to 4 GB of its memory each
 VENV := .venv
 JOBS ?= 2  # test files at a time; an engine each, of one thread and a few GB
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
 test-gpu: setup
-	$(BIN)/python -m pytest -q -n 4 -m "gpu and not alone" --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(GPU_JOBS) --maxschedchunk 1 -m "gpu and not alone" --durations=15 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -q -m "gpu and alone" --durations=5 $(PYTEST_ARGS)
 
 setup: $(VENV)/.done
