@@ -52,21 +52,24 @@ def run(job: dict, timeout: int) -> dict:
 
 
 def summary(answers: list[dict], width: int, depth: int, t_target: float) -> dict:
-    """The figures of one tree: speed over whole requests, prefill included; the rest over rounds with a full tree."""
+    """The figures of one tree: speed over whole requests, prefill included; the rest over rounds with a full tree.
+
+    Where answers are too short for one, that rest is left out.
+    """
     columns = ("tree_size", "accepted", "draft_seconds", "verify_seconds")
     rounds = [r for a in answers for r in zip(*(a["rounds"][c] for c in columns))]
-    accepted, drafts, verifications = zip(*(rest for size, *rest in rounds if size == 1 + width * depth))
-    full = len(accepted)
-    tau = sum(accepted) / full + 1
-    draft, verify = sum(drafts) / full, sum(verifications) / full
-    per_round = draft + verify
+    full = [rest for size, *rest in rounds if size == 1 + width * depth]
     wall = sum(a["seconds"] for a in answers)
     tokens = sum(len(a["tokens"]) for a in answers)
     speedup = (tokens / wall) * t_target
+    figures = {"tree": [width, depth], "tokens_per_second": tokens / wall, "speedup": speedup, "rounds": len(full)}
+    if not full:
+        return figures
+    accepted, draft, verify = (sum(column) / len(full) for column in zip(*full))
+    tau = accepted + 1
     return {
-        "tree": [width, depth], "tokens_per_second": tokens / wall, "speedup": speedup, "tau": tau,
-        "eta": speedup / tau, "t_draft_ms": 1e3 * draft / depth, "draft_ms": 1e3 * draft, "verify_ms": 1e3 * verify,
-        "gamma": verify / t_target, "rounds": full, "formula_speedup": tau * t_target / per_round,
+        **figures, "tau": tau, "eta": speedup / tau, "t_draft_ms": 1e3 * draft / depth, "draft_ms": 1e3 * draft,
+        "verify_ms": 1e3 * verify, "gamma": verify / t_target, "formula_speedup": tau * t_target / (draft + verify),
     }  # fmt: skip
 
 
@@ -133,10 +136,11 @@ def main() -> int:
     }  # fmt: skip
     Path(args.out).write_text(json.dumps(report, indent=1))
     print(f"plain {1 / t_target:.2f} tok/s, a pass {1e3 * t_target:.1f} ms; partings {report['partings']}")
-    print("tree    tok/s  speedup   tau   eta  t_draft  verify  gamma")
+    print("tree    tok/s  speedup    tau   eta draft ms verify ms gamma")
+    columns = (("tau", "6.2f"), ("eta", "5.2f"), ("t_draft_ms", "6.2f"), ("verify_ms", "7.1f"), ("gamma", "5.2f"))
     for t in report["trees"]:
-        print("{:>2}x{:<3} {:7.2f} {:7.2f}x {:6.2f} {:5.2f} {:6.2f}ms {:5.1f}ms {:5.2f}".format(
-            *t["tree"], t["tokens_per_second"], t["speedup"], t["tau"], t["eta"], t["t_draft_ms"], t["verify_ms"], t["gamma"]))  # fmt: skip
+        rest = " ".join(format(t[key], form) if key in t else "-" for key, form in columns)
+        print("{:>2}x{:<3} {:7.2f} {:7.2f}x {}".format(*t["tree"], t["tokens_per_second"], t["speedup"], rest))
     return 0
 
 

@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 from vllm_subspec.cli import main
 from vllm_subspec.plan.advise import DoesNotFit, Placement, default_context, make_plan, placements
 from vllm_subspec.plan.memory import (
+    CUDA_CONTEXT,
     GIB,
+    LIBRARIES,
     MIB,
+    TENSOR_SLACK,
     Run,
     kv_bytes,
     offloaded_memory,
@@ -126,8 +129,9 @@ def test_sizes_of_qwen2_7b():
     assert round((model.embedding + model.head) * 2 / 1e9, 2) == 2.18
     assert round(sum(layer.linear_parameters for layer in model.layers) / 1e9, 3) == 6.525
     assert {layer.parameters for layer in model.layers} == {233_057_792}
-    # Half a byte a weight, and 2.5 bytes for each group of 64: 4.3125 bits.
-    substitutes = sum(substitute_bytes(layer, Run()) - 2 * layer.others for layer in model.layers)
+    # Half a byte a weight, and 2.5 bytes for each group of 64: 4.3125 bits. And what torch adds to each of 3 tensors.
+    slack = 3 * 4 * TENSOR_SLACK
+    substitutes = sum(substitute_bytes(layer, Run()) - 2 * layer.others - slack for layer in model.layers)
     assert substitutes == sum(layer.linear_parameters for layer in model.layers) * 4.3125 / 8
     assert round(substitutes / 1e9, 2) == 3.52
 
@@ -252,7 +256,7 @@ def test_vllms_share_holds_what_vllm_counts(model, run, vram, rest):
         plan = make_plan(model, run, vram, vram + rest)
     except DoesNotFit:
         return
-    on_top = plan.memory.cuda_context
+    on_top = plan.memory.cuda_context + plan.memory.cuda_graphs
     share = plan.gpu_memory_utilization * plan.gpu_total
     assert share + on_top <= vram
     assert share >= plan.memory.total - plan.memory.loading - on_top - 1.001e-5 * plan.gpu_total
@@ -264,15 +268,20 @@ def test_making_substitutes_is_planned_for():
     model, run = small_model(2, hidden=8192, mlp=32768, vocab=1000), Run(context=64)
     memory = offloaded_memory(model, run, (0, 1), 1)
     n = 2 * 32768 * 8192  # gate and up: weight, codes in bytes and in int32, packed, two temporaries
-    weights = memory.embedding + memory.head + memory.other_weights + memory.substitutes + memory.cuda_context
+    weights = memory.embedding + memory.head + memory.other_weights + memory.substitutes
+    weights += memory.cuda_context + memory.libraries
     assert memory.total == weights + n * (2 + 1 + 4) + 3 * n // 2
 
 
 def test_paper_size():
-    """Catches: a plan far from the 7.1 GB that the paper gives as the least for Qwen2.5 7B (context 2048, fp16)."""
+    """Catches: a plan far from the 7.1 GB that the paper gives as the least for Qwen2.5 7B (context 2048, fp16).
+
+    That is a few hundred MB less than a process takes of the GPU, so it is compared with what torch allocates.
+    """
     with pytest.raises(DoesNotFit) as error:
         make_plan(model_from_config(QWEN2_7B, "m"), Run(context=2048), GIB)
-    assert 6.8e9 < int(re.search(r"(\d+)MiB", str(error.value))[1]) * MIB < 7.6e9
+    process = int(re.search(r"(\d+)MiB", str(error.value))[1]) * MIB
+    assert 6.8e9 < process - CUDA_CONTEXT - LIBRARIES < 7.6e9
 
 
 @settings(max_examples=60, deadline=None)
@@ -329,6 +338,7 @@ def test_expected_speed_is_the_formula():
 
 def test_flags_are_understood_by_vllm(checkpoint):
     """Catches: an option that vLLM does not have, a value it reads otherwise, combinations it refuses."""
+    from vllm.config import CompilationMode
     from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -346,7 +356,7 @@ def test_flags_are_understood_by_vllm(checkpoint):
             assert args.speculative_config is None and args.offload_group_size == 0
             continue
         assert args.speculative_config == {"method": "subspec"} and args.offload_backend == "prefetch"
-        assert args.cudagraph_capture_sizes == [1, 289]
+        assert args.compilation_config.mode == CompilationMode.NONE
         numbers = dict(
             offload_group_size=args.offload_group_size, offload_num_in_group=args.offload_num_in_group,
             offload_prefetch_step=args.offload_prefetch_step,
@@ -578,8 +588,9 @@ def test_serve_keeps_and_plans_with_the_users_options(served):
     assert found["--offload-group-size"] == str(plan.placement.group_size)
     _, found = served("MODEL", "--vram", "9", "--cpu-offload-gb", "10")
     assert not any(name.startswith("--offload-") for name in found)
-    _, found = served("MODEL", "--vram", "9", "-cc", '{"cudagraph_capture_sizes":[1]}')
-    assert "--cudagraph-capture-sizes" not in found
+    own = '{"cudagraph_capture_sizes":[1]}'
+    command, _ = served("MODEL", "--vram", "9", "-cc", own)
+    assert [command[i + 1] for i, w in enumerate(command) if w in ("-cc", "--compilation-config")] == [own]
 
 
 def test_serve_is_plain_where_everything_fits(served, capsys):
@@ -620,9 +631,8 @@ def engine_arguments(plan) -> dict:
     """A plan's flags as arguments of LLM, with dummy weights."""
     flags = {flag.removeprefix("--").replace("-", "_"): values for flag, values in plan.flags("bfloat16").items()}
     flags.pop("speculative_config")  # engine.subspec sets it
-    sizes = [int(size) for size in flags.pop("cudagraph_capture_sizes")]
-    arguments = {name: json.loads(value) if value[0].isdigit() else value for name, (value,) in flags.items()}
-    return {**arguments, "cudagraph_capture_sizes": sizes, "load_format": "dummy", "enforce_eager": False}
+    arguments = {n: json.loads(value) if value[0] in "0123456789{" else value for n, (value,) in flags.items()}
+    return {**arguments, "load_format": "dummy", "enforce_eager": False}
 
 
 def long_request() -> dict:

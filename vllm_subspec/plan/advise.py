@@ -11,6 +11,9 @@ from .memory import GIB, MIB, Memory, Run, offloaded_memory, plain_memory
 from .model import Model
 
 SPECULATIVE_CONFIG = json.dumps({"method": "subspec"}, separators=(",", ":"))
+NO_COMPILATION = json.dumps({"mode": 0}, separators=(",", ":"))
+"""A streamed pass waits for PCIe, compiled or not; and while Inductor tunes its kernels, the first start needs as much
+memory again as the embedding has (1 GiB for Qwen2.5-7B), which vLLM then keeps from the KV cache."""
 CHUNK_STEP = 256
 """Prefill chunks are the smallest multiple of this that holds a tree: 256 is the paper's, and every row costs memory"""
 
@@ -58,10 +61,11 @@ class Plan:
     def gpu_memory_utilization(self) -> float:
         """The share of the GPU that vLLM may fill with weights, profiled activations, graphs and KV cache.
 
-        vram less what comes on top of that share: the CUDA context, which exists before vLLM's first reading. The
-        logits of a tree are inside, as the worker has them profiled. Rounded down to 5 digits.
+        vram less what comes on top of that share: the CUDA context, which exists before vLLM's first reading, and the
+        draft's graph, captured when the KV cache has its size. The logits of a tree are inside: the worker has them
+        profiled. Rounded down to 5 digits.
         """
-        share = (self.vram - self.memory.cuda_context) / self.gpu_total
+        share = (self.vram - self.memory.cuda_context - self.memory.cuda_graphs) / self.gpu_total
         return math.floor(share * 1e5) / 1e5
 
     def flags(self, dtype: str) -> dict[str, list[str]]:
@@ -79,12 +83,11 @@ class Plan:
             "--max-model-len": [str(self.run.context)],
             "--max-num-seqs": ["1"],
             "--max-num-batched-tokens": [str(self.run.chunk)],
-            # Two sizes instead of about fifty: a plain step and a verification. Each costs memory.
-            "--cudagraph-capture-sizes": ["1", str(self.run.tree_rows)] if self.placement else ["1"],
         }
         if self.placement:
-            flags["--speculative-config"] = [SPECULATIVE_CONFIG]
-        return flags
+            return {**flags, "--compilation-config": [NO_COMPILATION], "--speculative-config": [SPECULATIVE_CONFIG]}
+        # A decoding step's graph, instead of about fifty; each costs memory.
+        return {**flags, "--cudagraph-capture-sizes": ["1"]}
 
     def summary(self) -> str:
         """One line."""

@@ -11,17 +11,24 @@ MIB, GIB = 2**20, 2**30
 
 BLOCK_SIZE = 16
 """Tokens of a KV cache block, vLLM's default on CUDA"""
-CUDA_CONTEXT = 512 * MIB
-"""CUDA context and loaded kernels of an engine process. Assumed, not measured: recent cards show 0.4 to 0.55 GiB in
-nvidia-smi. Most of it is not in what vLLM counts, since its first reading comes after the context is made."""
-CUDA_GRAPHS = 192 * MIB
-"""vLLM's piecewise graphs of two sizes, about 26 MiB each (as logged for an 8B model in vLLM's pull request 23184),
-the draft step's graph with its pool, and cuBLAS workspaces (up to 32 MiB a stream). The sum is assumed."""
+CUDA_CONTEXT = 518 * MIB
+"""CUDA context of a process, in no share that vLLM counts: its first reading comes after. This and the next three were
+measured on an H200 (driver 580, torch 2.11) with Qwen2.5-7B's shapes; other cards and drivers differ by tens of MiB."""
+LIBRARIES = 232 * MIB
+"""NCCL, cuBLAS and loaded kernels, which vLLM counts as used"""
+ALLOCATOR = 96 * MIB
+"""What torch's allocator holds and nothing uses"""
+CUDA_GRAPHS = 72 * MIB
+"""The draft step's graph with its pool, and workspaces. vLLM sizes its KV cache before."""
+TENSOR_SLACK = MIB // 4
+"""Torch gives a tensor of some MiB up to 1 MiB more than it asks for: 0.26 MiB on average of a substitute's three"""
 TREE_ATTENTION = 264 * 128 * 4
 """Partial results of tree attention for each dimension of a head: at most one float32 tile of 128 rows for each of
 `tree_kernel.PROGRAMS` programs."""
 SCALE_BYTES, ZERO_POINT_BYTES, CODE_BYTES = 2, 0.5, 0.5
 MARLIN_GROUP_SIZES = (32, 64, 128)
+ROWS_AT_ONCE = 64
+"""As in `vllm_subspec.sampler`, which would import vLLM"""
 HQQ_BYTES = 40
 """Bytes for each weight that HQQ works on: about ten float32 copies (see `substitute.quantize`)"""
 
@@ -59,8 +66,9 @@ class Memory:
     prefetch_buffers: int
     kv_cache: int
     activations: int
-    logits: int
+    """Of the largest prefill chunk, or the logits of a whole tree, if those are more: never both at a time"""
     tree: int
+    libraries: int
     cuda_graphs: int
     cuda_context: int
     loading: int
@@ -97,13 +105,13 @@ def _memory(model: Model, run: Run, offloaded: tuple[int, ...], step: int, rows:
         "resident_layers": sum(layer.parameters for layer in model.layers) * run.itemsize
         - sum(layer.parameters for layer in streamed) * run.itemsize,
         "substitutes": sum(substitute_bytes(layer, run) for layer in streamed),
+        "libraries": LIBRARIES + ALLOCATOR,
         "cuda_context": CUDA_CONTEXT,
     }
     serving = {
         "prefetch_buffers": prefetch_bytes(streamed, step, run.itemsize),
         "kv_cache": kv_bytes(model, run),
-        "activations": activation_bytes(model, run),
-        "logits": logits_bytes(model, run, rows),
+        "activations": max(activation_bytes(model, run), logits_bytes(model, run, rows)),
         "tree": tree_bytes(model, run) if speculates else 0,
         "cuda_graphs": CUDA_GRAPHS,
     }
@@ -126,6 +134,7 @@ def substitute_bytes(layer: Layer, run: Run) -> int:
             total += int(outputs * inputs * CODE_BYTES + outputs * inputs // group * (SCALE_BYTES + ZERO_POINT_BYTES))
         else:
             total += outputs * inputs * run.itemsize
+        total += 3 * TENSOR_SLACK if outputs * inputs >= 2 * MIB else 0
     return total
 
 
@@ -160,10 +169,11 @@ def activation_bytes(model: Model, run: Run) -> int:
 
 
 def logits_bytes(model: Model, run: Run, rows: int) -> int:
-    """Logits of the rows that are verified: in the model's dtype, and the float32 copy that vLLM's sampler makes
-    for requests it processes. A draft pass has k rows: its dtype and three in float32 (`tree.grow`)."""
+    """Logits of the rows that are verified, in the model's dtype, and the float32 copies that vLLM's sampler makes of
+    `ROWS_AT_ONCE` of them at a time, two of each. A draft pass has k rows: its dtype and three in float32."""
     drafted = run.tree_width if rows > 1 else 0
-    return model.vocab_size * (rows * (run.itemsize + 4) + drafted * (run.itemsize + 3 * 4))
+    sampled = 2 * 4 * min(rows, ROWS_AT_ONCE)
+    return model.vocab_size * (rows * run.itemsize + sampled + drafted * (run.itemsize + 3 * 4))
 
 
 def tree_bytes(model: Model, run: Run) -> int:

@@ -23,11 +23,11 @@ ITEMS = {
     "substitutes": "4-bit substitutes",
     "prefetch_buffers": "prefetch buffers",
     "kv_cache": "KV cache",
-    "activations": "activations",
-    "logits": "logits",
+    "activations": "activations, logits",
     "tree": "tree",
-    "cuda_graphs": "CUDA graphs",
-    "cuda_context": "CUDA context, kernels",
+    "libraries": "libraries, kernels",
+    "cuda_graphs": "CUDA graph of the draft",
+    "cuda_context": "CUDA context",
     "loading": "making substitutes, above the rest",
 }
 

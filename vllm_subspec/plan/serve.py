@@ -46,7 +46,7 @@ def plan_for(name: str, vram: str, rest: list[str]) -> tuple[Plan, list[str]]:
     if any(option.startswith(("--offload-", "--cpu-offload-")) for option in given):
         flags = {flag: values for flag, values in flags.items() if not flag.startswith("--offload-")}
     if "--compilation-config" in given:  # may hold the capture sizes, and vLLM takes them from one place only
-        del flags["--cudagraph-capture-sizes"]
+        flags.pop("--cudagraph-capture-sizes", None)
     return plan, [word for flag, values in flags.items() if flag not in given for word in (flag, *values)]
 
 
