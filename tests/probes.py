@@ -229,6 +229,11 @@ def compiled(llm):
     return [before, variants()]
 
 
+def draft_is_captured(llm):
+    yield
+    return runner_of(llm).speculator.graph is not None
+
+
 def warmed_up(llm):
     """vLLM's warm-up of kernels as the CUDA worker runs it. On CPU vLLM leaves it out."""
     from vllm_subspec.worker import warm_up

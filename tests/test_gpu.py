@@ -99,6 +99,14 @@ def test_no_kernel_is_compiled_for_a_request(smollm2):
     assert all(before.values()) and after == before
 
 
+def test_eager_engines_capture_the_draft(smollm2):
+    """Catches: drafting kernel by kernel, several times slower, in deployments that have --enforce-eager."""
+    job = {**offloaded_job(smollm2, 48, 1, enforce_eager=True, **PREFETCH), "probe": "draft_is_captured"}
+    (answer,) = engine.subspec([job])
+    assert answer["probe"]
+    assert tau(answer) > 3.0
+
+
 def test_a_tree_larger_than_vllms_warm_up_has_room_for(smollm2):
     """Catches: warm-up writing beyond the block table of its request: an illegal memory access."""
     job = offloaded_job(smollm2, 60, 2, dtype="float32", **{**PREFETCH, "max_model_len": 2048})

@@ -58,7 +58,10 @@ class SubSpecWorker(SubSpecWorkerMixin, Worker):
 
     def compile_or_warm_up_model(self):
         with replaced(gpu_worker, "warmup_kernels", warm_up):
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
+        if self.model_config.enforce_eager:  # vLLM captures nothing then; the draft is one graph a pass all the same
+            self.model_runner.speculator.capture()
+        return times
 
     def _make_model_runner(self):
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
