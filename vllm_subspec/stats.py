@@ -23,6 +23,8 @@ class Round:
     draft_seconds: float
     verify_seconds: float
     """The target's pass and everything after it, up to the commit"""
+    wait_seconds: float | None = None
+    """Of the pass, its waits for streamed layers; None where they are not timed (see `time_waits`)"""
 
 
 class Rounds:
@@ -30,7 +32,9 @@ class Rounds:
 
     def __init__(self, device: torch.device, keep: int = 100_000):
         self._on_cuda = device.type == "cuda"
-        self._rounds: deque[tuple[str, int, Any, list]] = deque(maxlen=keep)
+        self._rounds: deque[tuple[str, int, Any, list, list]] = deque(maxlen=keep)
+        self.waits: list[tuple[Any, Any]] = []
+        """Start and end of each timed wait of the step under way"""
 
     def mark(self) -> Any:
         """A point in time on the device."""
@@ -42,18 +46,49 @@ class Rounds:
 
     def add(self, request: str, tree_size: int, accepted: torch.Tensor | int, marks: list) -> None:
         """Record a round; ``marks`` are its start, the end of its draft and its end."""
-        self._rounds.append((request, tree_size, accepted, marks))
+        self._rounds.append((request, tree_size, accepted, marks, self.waits))
+        self.waits = []
 
     def take(self) -> list[dict]:
         """All rounds since the last call, as dictionaries of `Round`."""
         if self._on_cuda:
             torch.cuda.synchronize()
         taken = [
-            asdict(Round(request, tree_size, int(accepted), *(self._seconds(a, b) for a, b in zip(marks, marks[1:]))))
-            for request, tree_size, accepted, marks in self._rounds
-        ]
+            asdict(
+                Round(
+                    request, tree_size, int(accepted), *(self._seconds(a, b) for a, b in zip(marks, marks[1:])),
+                    wait_seconds=sum(self._seconds(a, b) for a, b in waits) if waits else None,
+                )
+            )
+            for request, tree_size, accepted, marks, waits in self._rounds
+        ]  # fmt: skip
         self._rounds.clear()
         return taken
 
     def _seconds(self, start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1000 if self._on_cuda else end - start
+
+
+def time_waits(rounds: Rounds) -> bool:
+    """Time the passes' waits for layers that vLLM's prefetch offloader streams, from now on.
+
+    Returns:
+        Whether there is such an offloader. Its waits inside captured CUDA graphs are not timed.
+    """
+    from vllm.model_executor.offloader import get_offloader
+    from vllm.model_executor.offloader.prefetch import PrefetchOffloader
+
+    offloader = get_offloader()
+    if not isinstance(offloader, PrefetchOffloader):
+        return False
+    wait = offloader._wait_for_layer
+
+    def timed(layer_idx: int) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return wait(layer_idx)
+        start = rounds.mark()
+        wait(layer_idx)
+        rounds.waits.append((start, rounds.mark()))
+
+    offloader._wait_for_layer = timed
+    return True

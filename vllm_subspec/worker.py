@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from .patching import replaced
 from .runner import SubSpecRunner, make_runner
+from .stats import time_waits
 
 
 class SubSpecWorkerMixin:
@@ -18,6 +19,10 @@ class SubSpecWorkerMixin:
     def subspec_rounds(self) -> list[dict]:
         """The rounds since the last call (see `vllm_subspec.stats.Round`), oldest first."""
         return self.model_runner.rounds.take()
+
+    def subspec_time_waits(self) -> bool:
+        """Have the rounds tell how long their passes waited for streamed layers (see `vllm_subspec.stats.time_waits`)."""
+        return time_waits(self.model_runner.rounds)
 
     def subspec_set_tree(self, width: int, depth: int) -> None:
         """Draft trees of another shape from now on, for sweeps: no larger than the engine was configured for."""

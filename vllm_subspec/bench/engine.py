@@ -50,6 +50,8 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     llm = start_engine(job["model"], job["speculative_config"], **arguments)
     yield {"event": "started", "seconds": time.perf_counter() - started, **machine()}
     subspec = (job["speculative_config"] or {}).get("method") == "subspec"
+    if subspec:
+        llm.collective_rpc("subspec_time_waits")
     for variant in job["variants"]:
         yield from _measure_variant(llm, job, variant, subspec)
     yield {"event": "done", **peak_memory()}
@@ -115,7 +117,7 @@ def _converse(
 def _columns(rounds: list[dict[str, Any]]) -> dict[str, list]:
     """Rounds as one list a figure; seconds to the microsecond."""
     keys = [key for key in rounds[0] if key != "request"] if rounds else []
-    return {key: [round(r[key], 6) for r in rounds] for key in keys}
+    return {key: [None if r[key] is None else round(r[key], 6) for r in rounds] for key in keys}
 
 
 def spec_decode_counters(llm) -> dict[str, float]:

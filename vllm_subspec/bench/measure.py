@@ -76,6 +76,7 @@ def _repeat(own: list[Answer], chosen: list[Answer], repeat: int, tree: list[int
         "formula_speedup": formula_speedup(tau, rounds["draft"], rounds["verify"], t_target),
         "draft_share": rounds["draft_share"],
         "verify_share": rounds["verify_share"],
+        "wait_share": rounds["wait_share"],
         "other_share": rounds["other_share"],
     }
 
@@ -155,14 +156,18 @@ def histogram(answers: list[Answer]) -> dict[str, int]:
 def phases(answers: list[Answer], tree: list[int] | None) -> dict[str, float | None]:
     """Mean seconds of a round's draft and verification, of one draft pass, and the phases' shares of decoding.
 
-    vLLM's own methods do not tell their phases apart. Nor can waiting for streamed weights be told from computing
-    here: a pass overlaps both, and the wait is part of whichever phase it delays.
+    Where the waits for streamed weights were timed they are a phase of their own, and not of the verification. vLLM's
+    own methods do not tell their phases apart.
     """
     drafting = [a for a in answers if a["rounds"]]
     if tree is None or not drafting:
-        return dict.fromkeys(("draft", "verify", "t_draft", "draft_share", "verify_share", "other_share"))
+        keys = ("draft", "verify", "t_draft", "draft_share", "verify_share", "wait_share", "other_share")
+        return dict.fromkeys(keys)
     draft = sum(sum(a["rounds"]["draft_seconds"]) for a in drafting)
     verify = sum(sum(a["rounds"]["verify_seconds"]) for a in drafting)
+    waits = [wait for a in drafting for wait in a["rounds"].get("wait_seconds", [None])]
+    timed = None not in waits
+    wait = sum(waits) if timed else 0.0
     count, levels = sum(passes(a) for a in drafting), sum(sum(_depths(a, tree)) for a in drafting)
     whole = decode_seconds(drafting)
     return {
@@ -170,7 +175,8 @@ def phases(answers: list[Answer], tree: list[int] | None) -> dict[str, float | N
         "verify": verify / count,
         "t_draft": _ratio(draft, levels),
         "draft_share": draft / whole,
-        "verify_share": verify / whole,
+        "verify_share": (verify - wait) / whole,
+        "wait_share": wait / whole if timed else None,
         "other_share": max(0.0, 1 - (draft + verify) / whole),
     }
 

@@ -137,9 +137,15 @@ def shares(figure: Figure, rows: Rows, colors: Colors) -> bool:
         return False
     figure.set_size_inches(max(5.0, 2.0 + 0.9 * len(rows)), 4.2)
     axes, floor = figure.add_subplot(), [0.0] * len(rows)
-    for phase, color in (("draft", "tab:blue"), ("verify", "tab:orange"), ("other", "0.75")):
-        heights = [middle(r, f"{phase}_share") for r in rows]
-        axes.bar(range(len(rows)), heights, 0.7, bottom=floor, color=color, label=phase)
+    phases = {
+        "draft": ("draft", "tab:blue"), "verify": ("verify", "tab:orange"), "wait": ("transfer wait", "tab:red"),
+        "other": ("other", "0.75"),
+    }  # fmt: skip
+    for phase, (label, color) in phases.items():
+        heights = [middle(r, f"{phase}_share") or 0.0 for r in rows]
+        if phase == "wait" and not any(heights):
+            continue  # nothing streams, or the waits were not timed
+        axes.bar(range(len(rows)), heights, 0.7, bottom=floor, color=color, label=label)
         for i, height in enumerate(heights):
             if height > 0.06:
                 axes.text(i, floor[i] + height / 2, f"{height:.0%}", ha="center", va="center", fontsize=8)

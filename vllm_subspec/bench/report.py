@@ -55,10 +55,11 @@ def tables(summary: list[dict[str, Any]]) -> list[Table]:
         ))  # fmt: skip
         made.append(Table(f"Passes, temperature {temperature:g}",
             ["benchmark", "method", "pass ms", "t_target ms", "t_draft ms", "gamma", "formula", "draft", "verify",
-             "other", *(f"accepted at {depth}" for depth in DEPTHS)],
+             "transfer wait", "other", *(f"accepted at {depth}" for depth in DEPTHS)],
             [[r["benchmark"], r["method"], _cell(r, "pass", ".1f", 1e3), _cell(r, "t_target", ".1f", 1e3),
               _cell(r, "t_draft", ".2f", 1e3), _cell(r, "gamma"), _cell(r, "formula_speedup"),
-              _cell(r, "draft_share", ".0%"), _cell(r, "verify_share", ".0%"), _cell(r, "other_share", ".0%"),
+              _cell(r, "draft_share", ".0%"), _cell(r, "verify_share", ".0%"), _cell(r, "wait_share", ".0%"),
+              _cell(r, "other_share", ".0%"),
               *(_at(r["accepted_by_depth"], depth) for depth in DEPTHS)] for r in rows if r["method"] != VANILLA],
         ))  # fmt: skip
     return [table for table in made if table.rows]
