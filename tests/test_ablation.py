@@ -131,9 +131,19 @@ def test_steps_of_the_bench():
 
 
 @pytest.mark.parametrize(
+    "sweep, fourth", [({"depth": [8, 48]}, False), ({"depth": [8, 16]}, True), ({"draft_temperature": [0.2]}, False)]
+)
+def test_a_sweep_may_hold_the_last_step(sweep, fourth):
+    """Catches: the whole method measured twice, or not at all; every step at every temperature."""
+    made = settings.resolve("ablate: true", {"sweep": sweep, "temperature": [0, 0.6]})
+    steps = [v for e in methods.plan(made) for v in e.variants if v.name[8:9].isdigit()]
+    assert [v.name[8] for v in steps] == ["1", "2", "3", "4"][: 3 + fourth]
+    assert [v.first_only for v in steps] == [True, True, True, False][: 3 + fourth]
+
+
+@pytest.mark.parametrize(
     "given, said",
-    [({"methods": ["vanilla"]}, "--methods"), ({"sweep": {"depth": [4]}}, "--sweep"),
-     ({"subspec": {"share_kv": 1}}, "share_kv")],
+    [({"methods": ["vanilla"]}, "--methods"), ({"subspec": {"share_kv": 1}}, "share_kv")],
 )  # fmt: skip
 def test_what_does_not_go_with_an_ablation(given, said):
     """Catches: steps that are silently not those of the ablation."""

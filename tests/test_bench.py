@@ -117,9 +117,10 @@ BAD = [
     (["--methods", "draft_model", "--draft", "/nowhere"], "/nowhere"), (["--model", "/"], "no config.json"),
     (["--model", "nowhere"], "no model directory"), (["--config", "none.yaml"], "no file none.yaml"),
     (["--engine", "dtype"], "key=value"), (["--sweep", "colour=1"], "'colour'"),
-    (["--sweep", "depth=x"], "whole numbers"),
+    (["--sweep", "depth=x"], "whole numbers"), (["--sweep", "tree=6"], "WIDTHxDEPTH"),
+    (["--sweep", "tree=6x8", "depth=4"], "either tree"),
     (["--methods", "vanilla", "--sweep", "depth=8"], "--methods"), (["--samples", "0"], "samples"),
-    (["--vram", "8"], "unit"), (["--temperature", "-1"], "temperature"), (["--redo", "pyproject.toml"], "no result"),
+    (["--vram", "8XB"], "8GiB"), (["--temperature", "-1"], "temperature"), (["--redo", "pyproject.toml"], "no result"),
     (["--methods", "vanilla", "vanilla"], "twice"),
     (["--benchmarks", "chat", "--out", "pyproject.toml"], "pyproject.toml"),
 ]  # fmt: skip
@@ -180,10 +181,6 @@ def test_example_runs_resolve(path):
     assert methods.plan(made)
 
 
-def test_sizes():
-    assert settings.parse_size("8GiB") == 8 * 2**30 and settings.parse_size("1.5 GB") == 1_500_000_000
-
-
 # --- methods
 
 
@@ -203,6 +200,21 @@ def test_trees_of_a_sweep_share_an_engine_configured_for_the_largest():
     assert second.speculative_config["draft_temperature"] == 1.0
     assert [v.tree for v in first.variants] == [(4, 8), (4, 16)]
     assert first.variants[1].name == "subspec depth=16 draft_temperature=0.2"
+
+
+@pytest.mark.parametrize(
+    "given, first_only",
+    [({"sweep": {"tree": ["6x8", "6x48"]}}, [True, False]), ({"sweep": {"depth": [8, 16]}}, [False, False]),
+     ({"sweep": {"width": [4, 6]}, "subspec": {"tree_width": 4}}, [False, True]), ({}, [False])],
+)  # fmt: skip
+def test_only_the_method_itself_is_measured_at_every_temperature(given, first_only):
+    """Catches: a sweep that takes as long again for each temperature; the method left out at one."""
+    made = settings.resolve(None, {"temperature": [0.0, 0.6], "methods": ["subspec"], **given})
+    (engine,) = methods.plan(made)
+    assert [v.first_only for v in engine.variants] == first_only
+    steps = run._steps([engine], [{"prompts": [["a", "b"], ["c"]]}], made)
+    turns = 3 * made.repeats
+    assert [steps["answer", v.name] for v in engine.variants] == [turns if f else 2 * turns for f in first_only]
 
 
 def test_vllms_own_methods():

@@ -132,7 +132,7 @@ def test_float32_answers_equal_plain_vllm(smollm2):
 
 @pytest.mark.parametrize("step", ABLATION)
 def test_every_step_of_the_ablation_answers_as_plain_vllm(smollm2, step):
-    """Catches: private KV in the wrong slots, a captured draft on the shared cache; layers computed before they came."""
+    """Catches: private KV in the wrong slots, a captured draft on the shared cache, layers used before they came."""
     job = offloaded_job(smollm2, 48, 3, dtype="float32", **PREFETCH)
     (plain,) = engine.plain([job])
     (ours,) = engine.subspec([job], **ABLATION[step])

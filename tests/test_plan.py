@@ -18,9 +18,7 @@ from vllm_subspec.cli import main
 from vllm_subspec.plan.advise import DoesNotFit, Placement, default_context, make_plan, placements
 from vllm_subspec.plan.memory import (
     CUDA_CONTEXT,
-    GIB,
     LIBRARIES,
-    MIB,
     TENSOR_SLACK,
     Run,
     kv_bytes,
@@ -31,8 +29,8 @@ from vllm_subspec.plan.memory import (
 )  # fmt: skip
 from vllm_subspec.plan.model import Layer, Model, load_model, model_from_config
 from vllm_subspec.plan.options import options, take_option
-from vllm_subspec.plan.report import parse_size
 from vllm_subspec.plan.speed import GB, Bandwidth, expect
+from vllm_subspec.sizes import GIB, MIB, parse_size
 
 QWEN2_7B = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,

@@ -21,7 +21,7 @@ class SubSpecWorkerMixin:
         return self.model_runner.rounds.take()
 
     def subspec_time_waits(self) -> bool:
-        """Have the rounds tell how long their passes waited for streamed layers (see `vllm_subspec.stats.time_waits`)."""
+        """Have rounds tell how long their passes waited for streamed layers (see `vllm_subspec.stats.time_waits`)."""
         return time_waits(self.model_runner.rounds)
 
     def subspec_set_tree(self, width: int, depth: int) -> None:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-tokens", type=int, help="tokens that vLLM's own methods propose in a round")
     add("--draft-options", nargs="+", metavar="KEY=VALUE", help="further keys of vLLM's speculative config for --draft")
     add("--subspec", nargs="+", metavar="KEY=VALUE", help="options of method subspec, as tree_width=8")
-    add("--sweep", nargs="+", metavar="KEY=A,B", help="depth, width, draft_temperature, bits, group_size of subspec")
+    add("--sweep", nargs="+", metavar="KEY=A,B", help="tree (as 6x48), or depth, width, ...: options of subspec")
     add("--ablate", action="store_true", default=None, help="method subspec in four steps, from substitutes alone")
     add("--engine", nargs="+", metavar="KEY=VALUE", help="arguments of vllm.LLM, the same for all methods")
     add("--vram", metavar="SIZE", help="GPU memory that each engine process may use, as 8GiB")

@@ -66,12 +66,13 @@ def _measure_variant(llm, job: dict[str, Any], variant: dict[str, Any], subspec:
         width, depth = variant["tree"]
         llm.collective_rpc("subspec_set_tree", args=(width, depth))
         warm_up = max(warm_up, 2 * depth)
-    for temperature in job["temperatures"]:
+    temperatures = job["temperatures"][: 1 if variant.get("first_only") else None]
+    for temperature in temperatures:
         generate(llm, PROMPTS[0], min(warm_up, job["max_tokens"]), subspec,
                  logprobs=job.get("logprobs"), temperature=temperature, seed=job["seed"])  # fmt: skip
     yield {"event": "warm", "variant": name}
     for benchmark in job["benchmarks"]:
-        for temperature in job["temperatures"]:
+        for temperature in temperatures:
             for sample, turns in enumerate(benchmark["prompts"]):
                 where = {"variant": name, "benchmark": benchmark["name"], "temperature": temperature, "sample": sample}
                 yield from ({**event, **where} for event in _converse(llm, job, turns, temperature, subspec))

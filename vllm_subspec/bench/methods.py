@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -17,7 +18,7 @@ ABLATION: dict[str, dict[str, Any]] = {
     "3 + sharpening": {"async_transfer": False},
     "4 + async transfer": {},
 }
-"""Steps of --ablate, and the options that they set (paper, ablation study). All share layers; the last is the method."""
+"""Steps of --ablate, and the options that they set (paper, ablation study). The last is the method."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Variant:
     """The method, and what a sweep or an ablation sets: ``subspec depth=8``, ``subspec 2 + shared KV``"""
     tree: tuple[int, int] | None = None
     """Width and depth, for subspec"""
+    first_only: bool = False
+    """Measured at the first temperature only"""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,15 @@ def plan(settings: Settings) -> list[Engine]:
     Trees of several shapes share an engine that is configured for the largest.
 
     Raises:
-        ValueError: a tree whose width or depth is no whole number.
+        ValueError: a tree whose width or depth is no whole number, or a swept one that is not of the form 6x48.
     """
     engines = []
     for method in settings.methods:
         if method == "subspec":
-            engines += _ablation(settings) if settings.ablate else _subspec(settings)
+            if settings.sweep or not settings.ablate:
+                engines += _subspec(settings)
+            if settings.ablate:
+                engines += _ablation(settings)
         else:
             engines.append(Engine(method, _vllms_own(method, settings), (Variant(method),)))
     return engines
@@ -73,36 +79,69 @@ def _vllms_own(method: str, settings: Settings) -> dict[str, Any] | None:
 
 
 def _subspec(settings: Settings) -> list[Engine]:
-    groups: dict[tuple, list[tuple[Variant, dict]]] = {}
-    for values in product(*settings.sweep.values()):
-        swept = dict(zip(settings.sweep, values))
-        options = {**settings.subspec, **{SWEEPS[key]: value for key, value in swept.items()}}
-        name = " ".join(["subspec", *(f"{key}={value}" for key, value in swept.items())])
-        shape = tuple(options.pop(key, default) for key, default in zip(SHAPE, default_tree()))
-        if not all(isinstance(side, int) for side in shape):
-            raise ValueError(f"a tree's width and depth are whole numbers, not {shape[0]!r} and {shape[1]!r}")
-        groups.setdefault(tuple(sorted(options.items())), []).append((Variant(name, shape), options))
+    swept = _swept(settings)
+    has_own = any(own for *_, own in swept)
+    groups: dict[tuple, list[Variant]] = {}
+    for name, options, own in swept:
+        variant = Variant(name, tuple(options.pop(side) for side in SHAPE), first_only=has_own and not own)
+        groups.setdefault(tuple(sorted(options.items())), []).append(variant)
     engines = []
-    for members in groups.values():
-        variants = tuple(variant for variant, _ in members)
+    for options, variants in groups.items():
         width, depth = max((v.tree for v in variants), key=lambda tree: tree[0] * tree[1])
-        config = {"method": "subspec", "tree_width": width, "tree_depth": depth, **members[0][1]}
-        engines.append(Engine("subspec", config, variants))
+        config = {"method": "subspec", "tree_width": width, "tree_depth": depth, **dict(options)}
+        engines.append(Engine("subspec", config, tuple(variants)))
     return engines
 
 
+def _swept(settings: Settings) -> list[tuple[str, dict[str, Any], bool]]:
+    """Of each combination of swept values its name, the method's options, and whether those are the settings'."""
+    own = {**dict(zip(SHAPE, default_tree())), **settings.subspec}
+    made = []
+    for values in product(*settings.sweep.values()):
+        chosen = dict(zip(settings.sweep, values))
+        options = dict(own)
+        for key, value in chosen.items():
+            options.update(_tree(value) if key == "tree" else {SWEEPS[key]: value})
+        width, depth = (options[side] for side in SHAPE)
+        if not (isinstance(width, int) and isinstance(depth, int)):
+            raise ValueError(f"a tree's width and depth are whole numbers, not {width!r} and {depth!r}")
+        name = " ".join(["subspec", *(f"{key}={value}" for key, value in chosen.items())])
+        made.append((name, options, _without_defaults(options) == _without_defaults(own)))
+    return made
+
+
+def _tree(text: Any) -> dict[str, int]:
+    match = re.fullmatch(r"(\d+)x(\d+)", str(text))
+    if match is None:
+        raise ValueError(f"--sweep tree takes WIDTHxDEPTH, as 6x48, not {text!r}")
+    return dict(zip(SHAPE, map(int, match.groups())))
+
+
+def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value != _default(name)}
+
+
 def _ablation(settings: Settings) -> list[Engine]:
-    """The same tree four times, with ever more of the method on."""
+    """The same tree with ever more of the method on: in four steps, or three if a sweep measures the whole method."""
+    alone = replace(settings, sweep={})
+    measured = bool(settings.sweep) and any(own for *_, own in _swept(settings))
     engines = []
     for step, options in ABLATION.items():
-        (engine,) = _subspec(replace(settings, subspec={**settings.subspec, **options}))
-        engines.append(replace(engine, variants=(replace(engine.variants[0], name=f"subspec {step}"),)))
+        if options or not measured:
+            (engine,) = _subspec(replace(alone, subspec={**settings.subspec, **options}))
+            variant = replace(engine.variants[0], name=f"subspec {step}", first_only=bool(options))
+            engines.append(replace(engine, variants=(variant,)))
     return engines
 
 
 def default_tree() -> tuple[int, int]:
     """Width and depth of a tree where the options name none."""
+    return tuple(_default(key) for key in SHAPE)
+
+
+def _default(option: str) -> Any:
+    """What method subspec takes for an option that is left out; None if it has no such option."""
     from ..config import SubSpecConfig
 
-    defaults = SubSpecConfig.__dataclass_fields__
-    return tuple(defaults[key].default.default for key in SHAPE)
+    field = SubSpecConfig.__dataclass_fields__.get(option)
+    return getattr(field.default, "default", field.default) if field else None

@@ -10,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..sizes import parse_size
 from .datasets import load
 from .measure import summarize
 from .methods import Engine, plan
 from .process import run_engine
 from .progress import Bar, Clock
-from .settings import Settings, parse_size
+from .settings import Settings
 
 RunEngine = Callable[[dict[str, Any], Path, bool, float | None], Iterator[dict[str, Any]]]
 FORMAT = 1
@@ -132,13 +133,14 @@ def _collect(
 
 def _steps(engines: list[Engine], benchmarks: list[dict[str, Any]], settings: Settings) -> Counter:
     """How many steps of each kind the whole run has."""
-    turns = sum(len(turns) for b in benchmarks for turns in b["prompts"]) * len(settings.temperature)
+    turns = sum(len(turns) for b in benchmarks for turns in b["prompts"])
     steps: Counter = Counter()
     for engine in engines:
         steps["start", engine.method] += settings.repeats
         for variant in engine.variants:
             steps["warm", variant.name] += settings.repeats
-            steps["answer", variant.name] += turns * settings.repeats
+            temperatures = 1 if variant.first_only else len(settings.temperature)
+            steps["answer", variant.name] += turns * temperatures * settings.repeats
     return steps
 
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import yaml
 
+from ..sizes import parse_size
 from . import datasets
 
 METHODS = ("vanilla", "subspec", "draft_model", "eagle", "eagle3", "ngram")
 NEED_DRAFT = ("draft_model", "eagle", "eagle3")
 SWEEPS = {
+    "tree": "tree_width and tree_depth",
     "depth": "tree_depth", "width": "tree_width", "draft_temperature": "draft_temperature",
     "bits": "substitute_bits", "group_size": "substitute_group_size",
 }  # fmt: skip
-"""Names of --sweep, and the options of method subspec that they set"""
+"""Names of --sweep, and the options of method subspec that they set; a tree is WIDTHxDEPTH"""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class Settings:
     subspec: dict[str, Any] = field(default_factory=dict)
     """Options of method subspec"""
     sweep: dict[str, list] = field(default_factory=dict)
-    """Values of options of method subspec (see `SWEEPS`); every combination is measured"""
+    """Values of options of method subspec (see `SWEEPS`); every combination is measured. If the method's own options
+    are one of them, the others are measured at the first temperature only"""
     ablate: bool = False
-    """Method subspec in four steps, each with more of it switched on (see `methods.ABLATION`)"""
+    """Method subspec in four steps, each with more of it switched on (see `methods.ABLATION`); the first three at the
+    first temperature only. With a sweep of which the method's own options are part, that is the fourth step"""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of vllm.LLM, the same for all methods"""
     vram: str | None = None
@@ -119,7 +123,9 @@ def _check(settings: Settings) -> None:
         if key not in SWEEPS:
             raise ValueError(f"--sweep knows {', '.join(SWEEPS)}, not {key!r}")
         if not isinstance(values, list) or not values:
-            raise ValueError(f"--sweep {key} needs values, as {key}=8,16")
+            raise ValueError(f"--sweep {key} needs values, as {key}={'6x48,16x32' if key == 'tree' else '8,16'}")
+        if key == "tree" and not settings.sweep.keys().isdisjoint(("width", "depth")):
+            raise ValueError("--sweep takes either tree, or width and depth")
     if _checked(settings, "ablate", bool):
         _check_ablation(settings)
     if settings.sweep and "subspec" not in settings.methods:
@@ -131,8 +137,6 @@ def _check(settings: Settings) -> None:
 def _check_ablation(settings: Settings) -> None:
     if "subspec" not in settings.methods:
         raise ValueError("--ablate takes method subspec apart, which is not among the methods; add it to --methods")
-    if settings.sweep:
-        raise ValueError("--ablate and --sweep do not go together; leave one out")
     for key in ("share_kv", "async_transfer"):
         if key in settings.subspec:
             raise ValueError(f"--ablate sets {key} of method subspec itself; leave it out of --subspec")
@@ -149,19 +153,6 @@ def check_model(model: str) -> None:
         raise FileNotFoundError(f"{model} is not a model: it has no config.json")
     if not path.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise FileNotFoundError(f"there is no model directory {model}, and it is no hub id (OWNER/NAME) either")
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``8GiB``, ``8GB`` or ``8192MiB``.
-
-    Raises:
-        ValueError: something else.
-    """
-    units = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
-    match = re.fullmatch(r"\s*([\d.]+)\s*(GiB|MiB|GB|MB)\s*", str(text))
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"--vram takes a size with its unit, as 8GiB, not {text!r}")
-    return int(float(match[1]) * units[match[2]])
 
 
 def parse_pairs(items: list[str] | None, option: str) -> dict[str, Any] | None:

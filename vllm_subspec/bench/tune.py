@@ -14,7 +14,7 @@ from .measure import best, middle
 from .run import run_methods
 from .settings import Settings, parse_pairs, resolve
 
-WIDTHS, DEPTHS = [4, 6, 16], [8, 16, 32, 48]
+WIDTHS, DEPTHS = [6, 16, 24], [8, 16, 32, 48]
 BENCHMARKS = ["chat", "code", "math"]
 
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .memory import GIB, MIB, Memory, Run, offloaded_memory, plain_memory
+from ..sizes import GIB, MIB
+from .memory import Memory, Run, offloaded_memory, plain_memory
 from .model import Model
 
 SPECULATIVE_CONFIG = json.dumps({"method": "subspec"}, separators=(",", ":"))

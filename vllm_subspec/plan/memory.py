@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..sizes import MIB
 from ..substitute.quantize import MAX_WEIGHTS, fitting_group_size
 from .model import Layer, Model
-
-MIB, GIB = 2**20, 2**30
 
 BLOCK_SIZE = 16
 """Tokens of a KV cache block, vLLM's default on CUDA"""

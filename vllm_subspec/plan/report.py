@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 
+from ..sizes import GIB, parse_size
 from .advise import Plan, default_context, gib, make_plan
-from .memory import GIB, MIB, Run
+from .memory import Run
 from .model import load_model
 from .speed import GB, Bandwidth, Expectation, bandwidths, expect
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TAUS = [8.0, 13.0, 20.0, 28.0]
 """SmolLM2-135M's acceptance length is 8 to 15 by prompt, that of 7B and larger models 20 to 28 (paper, table 1)"""
-UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB, "mb": 10**6, "": GIB}
 ITEMS = {
     "embedding": "embedding",
     "head": "head",
@@ -30,18 +29,6 @@ ITEMS = {
     "cuda_context": "CUDA context",
     "loading": "making substitutes, above the rest",
 }
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``8GiB``, ``8GB``, ``8192MiB``, ``8192MB`` or ``8`` (GiB).
-
-    Raises:
-        ValueError: another form, or not above zero.
-    """
-    form = re.fullmatch(r"(\d+(?:\.\d+)?) *(gib|gb|mib|mb|)", text.strip().lower())
-    if form is None or float(form[1]) == 0:
-        raise ValueError(f"--vram takes a size above zero, as 8GiB, 8GB, 8192MiB or 8 (GiB), not {text!r}")
-    return int(float(form[1]) * UNITS[form[2]])
 
 
 def gpu_memory() -> int | None:

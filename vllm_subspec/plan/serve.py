@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+from ..sizes import parse_size
 from .advise import SPECULATIVE_CONFIG, Plan, chunk_for, default_context, make_plan
 from .memory import Run
 from .model import load_model
 from .options import options
-from .report import ITEMSIZES, gpu_memory, parse_size
+from .report import ITEMSIZES, gpu_memory
 
 DTYPES = {"auto": "bfloat16", "half": "float16", "float": "float32", **{name: name for name in ITEMSIZES}}
 
