@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_subspec.cli import main
 from vllm_subspec.plan.advise import DoesNotFit, Placement, default_context, make_plan, placements
+from vllm_subspec.plan.fastest import fastest_plan
 from vllm_subspec.plan.memory import (
     CUDA_CONTEXT,
     LIBRARIES,
@@ -320,15 +321,64 @@ def test_expected_speed_is_the_formula():
     found = expect(plan, Bandwidth(25 * GB, "given"), Bandwidth(1000 * GB, "given"), [1.0, 20.0])
     streamed = len(plan.offloaded) * 2 * 233_057_792
     assert plan.offloaded_bytes == streamed
-    assert found.t_target == found.t_verify == pytest.approx(streamed / 25e9)
+    assert found.t_target == pytest.approx(streamed / 25e9)
+    assert plan.placement.prefetch_step == 1  # a layer lies in its slot when the pass begins
+    assert found.t_verify == pytest.approx((streamed - 2 * 233_057_792) / 25e9)
     draft = (plan.memory.substitutes + plan.memory.resident_layers + 2 * 152064 * 3584) / 1e12 + 28 * 67e-6
     assert found.t_draft == pytest.approx(draft)
     speed, speedup = found.by_tau[20.0]
-    assert speed == pytest.approx(20 / (48 * draft + streamed / 25e9))
+    assert found.t_round == pytest.approx(48 * draft + found.t_verify)
+    assert speed == pytest.approx(20 / found.t_round)
     assert speedup == pytest.approx(speed * found.t_target)
     fast = expect(plan, Bandwidth(10**6 * GB, "given"), Bandwidth(1000 * GB, "given"), [20.0])
     assert fast.t_target == pytest.approx((28 * 2 * 233_057_792 + 2 * 152064 * 3584) / 1e12)  # reading the weights
     assert fast.t_verify == pytest.approx(2 * fast.t_target)
+
+
+def test_slots_fill_no_faster_than_the_draft_gives_time():
+    """Catches: a stream that PCIe cannot carry; substitutes of resident layers read in 16 bits."""
+    model = model_from_config(QWEN2_7B, "m")
+    run = Run(substitute_all=True)
+    plan = make_plan(model, run, 12 * GIB)
+    links = Bandwidth(1 * GB, "given"), Bandwidth(1000 * GB, "given")
+    slow = expect(dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, prefetch_step=9)), *links, [])
+    draft = (plan.memory.substitutes + 2 * 152064 * 3584) / 1e12 + 28 * 67e-6
+    assert plan.memory.substitutes == sum(substitute_bytes(layer, run) for layer in model.layers)
+    assert slow.t_draft == pytest.approx(draft)
+    assert slow.t_verify == pytest.approx(plan.offloaded_bytes / 1e9 - 48 * draft)
+
+
+LINKS = st.builds(
+    lambda pcie, gpu: (Bandwidth(pcie * GB, "given"), Bandwidth(gpu * GB, "given")), st.integers(1, 60),
+    st.integers(100, 4000),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(MODELS, RUNS, VRAM, LINKS)
+def test_no_plan_is_faster_than_the_fastest(model, run, vram, links):
+    """Catches: a placement that is not weighed, a plan above the cap, a substitute that the user did not want."""
+    try:
+        plain = make_plan(model, run, vram)
+    except DoesNotFit:
+        with pytest.raises(DoesNotFit):
+            fastest_plan(model, run, vram, None, *links)
+        return
+    found = fastest_plan(model, run, vram, None, *links)
+    assert found.memory.total <= vram and (found.placement is None) == (plain.placement is None)
+    assert not fastest_plan(model, run, vram, None, *links, any_substitutes=False).run.substitute_all
+    if plain.placement is None:
+        return
+    best, layers = expect(found, *links, []).t_round, len(model.layers)
+    for chosen in (run, dataclasses.replace(run, substitute_all=True)):
+        for placement in placements(layers):
+            offloaded = placement.offloaded(layers)
+            for step in range(1, len(offloaded) + 1):
+                memory = offloaded_memory(model, chosen, offloaded, step)
+                if memory.total <= vram:
+                    other = dataclasses.replace(placement, prefetch_step=step)
+                    plan = dataclasses.replace(plain, run=chosen, placement=other, memory=memory)
+                    assert best <= expect(plan, *links, []).t_round * (1 + 1e-9)
 
 
 # --- vLLM's flags
@@ -402,6 +452,20 @@ def test_plan_prints_a_command_that_reads_back(checkpoint, capsys):
     streamed = len(placement.offloaded(28))
     assert f"{28 - streamed} of 28 layers resident, {streamed} streamed" in out
     assert "25 GB/s (given)" in out and "1000 GB/s (given)" in out
+
+
+def test_plan_mentions_a_faster_one_and_prints_it(checkpoint, capsys):
+    """Catches: a hint that is none, flags that do not say what was planned."""
+    command = ["plan", checkpoint(), "--vram", "12GiB", "--pcie", "25", "--bandwidth", "1000"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    (hint,) = [line for line in out.splitlines() if "--fastest" in line]
+    assert main([*command, "--fastest"]) == 0
+    out = capsys.readouterr().out
+    assert hint.split("--fastest: ")[1] in out and "--fastest" not in out
+    (line,) = [line for line in out.splitlines() if line.startswith("vllm serve")]
+    spec = json.loads(options(shlex.split(line)[3:])["--speculative-config"])
+    assert spec == {"method": "subspec", "substitute_layers": "all"} and "substitutes for all" in out
 
 
 def test_plan_says_when_everything_fits(checkpoint, capsys):
@@ -589,6 +653,20 @@ def test_serve_keeps_and_plans_with_the_users_options(served):
     own = '{"cudagraph_capture_sizes":[1]}'
     command, _ = served("MODEL", "--vram", "9", "-cc", own)
     assert [command[i + 1] for i, w in enumerate(command) if w in ("-cc", "--compilation-config")] == [own]
+
+
+def test_serve_takes_the_fastest_plan(served, capsys):
+    """Catches: --fastest handed to vLLM, substitutes where the user said which."""
+    for words in (("--vram", "12", "--fastest", "MODEL"), ("MODEL", "--fastest", "--vram", "12")):
+        command, found = served(*words)
+        assert "--fastest" not in command
+        assert json.loads(found["--speculative-config"])["substitute_layers"] == "all"
+    own = '{"method":"subspec","substitute_layers":"offloaded"}'
+    _, found = served("MODEL", "--fastest", "--vram", "12", "--speculative-config", own)
+    assert found["--speculative-config"] == own
+    capsys.readouterr()
+    assert main(["serve", "m", "--fastest"]) == 1
+    assert "--vram" in capsys.readouterr().err
 
 
 def test_serve_is_plain_where_everything_fits(served, capsys):

@@ -28,8 +28,9 @@ def plan(args: argparse.Namespace) -> int:
     from .plan.report import TAUS, run_plan
 
     return run_plan(
-        args.model, args.vram, args.context, args.dtype, args.pcie, args.bandwidth, args.tau or TAUS, args.json
-    )
+        args.model, args.vram, args.context, args.dtype, args.pcie, args.bandwidth, args.tau or TAUS, args.json,
+        args.fastest,
+    )  # fmt: skip
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -54,11 +55,14 @@ def serve(args: argparse.Namespace) -> int:
     """vLLM's OpenAI server with the flag set. Also where the `vllm` command does not start (CPU builds)."""
     vram, rest = take_option("--vram", args.rest)  # what follows the model is all in args.rest
     vram = args.vram if vram is None else vram
+    fastest, rest = args.fastest or "--fastest" in rest, [word for word in rest if word != "--fastest"]
+    if fastest and vram is None:
+        raise ValueError("--fastest plans for --vram; give that as well")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, *rest]
     if vram is not None:
         from .plan.serve import plan_for
 
-        planned, flags = plan_for(args.model, vram, rest)
+        planned, flags = plan_for(args.model, vram, rest, fastest)
         print(planned.summary(), flush=True)
         command += flags
     elif "--speculative-config" not in options(rest):
@@ -104,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--pcie", type=float, metavar="GB/s", help="from CPU memory to the GPU (default: measured, or 25)")
     p.add_argument("--bandwidth", type=float, metavar="GB/s", help="of GPU memory (default: measured, or 1000)")
     p.add_argument("--tau", type=float, nargs="+", help="acceptance lengths to expect speeds for (default 8 13 20 28)")
+    p.add_argument("--fastest", action="store_true", help="most tokens/s by the formula, not most resident layers")
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=plan)
 
@@ -122,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     p = commands.add_parser("serve", help="vLLM's OpenAI server with the method on")
     p.add_argument("model")
     p.add_argument("--vram", help="apply the plan for that much GPU memory, as 8GiB")
+    p.add_argument("--fastest", action="store_true", help="of the plans for --vram, the one `plan --fastest` prints")
     p.add_argument("rest", nargs=argparse.REMAINDER, help="options of `vllm serve`")
     p.set_defaults(run=serve)
 

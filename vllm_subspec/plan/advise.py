@@ -11,8 +11,8 @@ from ..sizes import GIB, MIB
 from .memory import Memory, Run, offloaded_memory, plain_memory
 from .model import Model
 
-SPECULATIVE_CONFIG = json.dumps({"method": "subspec"}, separators=(",", ":"))
-NO_COMPILATION = json.dumps({"mode": 0}, separators=(",", ":"))
+SPECULATIVE_CONFIG = {"method": "subspec"}
+NO_COMPILATION = '{"mode":0}'
 """A streamed pass waits for PCIe, compiled or not; and while Inductor tunes its kernels, the first start needs as much
 memory again as the embedding has (1 GiB for Qwen2.5-7B), which vLLM then keeps from the KV cache."""
 CHUNK_STEP = 256
@@ -86,7 +86,8 @@ class Plan:
             "--max-num-batched-tokens": [str(self.run.chunk)],
         }
         if self.placement:
-            return {**flags, "--compilation-config": [NO_COMPILATION], "--speculative-config": [SPECULATIVE_CONFIG]}
+            spec = {**SPECULATIVE_CONFIG, **({"substitute_layers": "all"} if self.run.substitute_all else {})}
+            return {**flags, "--compilation-config": [NO_COMPILATION], "--speculative-config": [_compact(spec)]}
         # A decoding step's graph, instead of about fifty; each costs memory.
         return {**flags, "--cudagraph-capture-sizes": ["1"]}
 
@@ -96,10 +97,16 @@ class Plan:
         if not streamed:
             fits = f"{self.model.name}: all {layers} layers fit in {gib(self.vram)}, nothing is offloaded"
             return f"{fits}; plain vLLM is likely the faster choice"
+        slots = f" through {self.placement.prefetch_step} slots" if self.placement.prefetch_step > 2 else ""
+        every = ", substitutes for all" if self.run.substitute_all else ""
         return (
-            f"{self.model.name}: {layers - streamed} of {layers} layers resident, {streamed} streamed; "
+            f"{self.model.name}: {layers - streamed} of {layers} layers resident, {streamed} streamed{slots}{every}; "
             f"{gib(self.memory.total)} planned of {gib(self.vram)}"
         )
+
+
+def _compact(value: dict) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def gib(size: float) -> str:

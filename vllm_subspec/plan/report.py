@@ -7,6 +7,7 @@ import shlex
 
 from ..sizes import GIB, parse_size
 from .advise import Plan, default_context, gib, make_plan
+from .fastest import fastest_plan
 from .memory import Run
 from .model import load_model
 from .speed import GB, Bandwidth, Expectation, bandwidths, expect
@@ -14,6 +15,8 @@ from .speed import GB, Bandwidth, Expectation, bandwidths, expect
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TAUS = [8.0, 13.0, 20.0, 28.0]
 """SmolLM2-135M's acceptance length is 8 to 15 by prompt, that of 7B and larger models 20 to 28 (paper, table 1)"""
+WORTH_SAYING = 1.03
+"""How many times faster `fastest_plan` must be for the plan to mention it"""
 ITEMS = {
     "embedding": "embedding",
     "head": "head",
@@ -47,12 +50,14 @@ def run_plan(
     bandwidth: float | None = None,
     taus: list[float] = TAUS,
     as_json: bool = False,
+    fastest: bool = False,
 ) -> int:
     """Print the plan.
 
     Args:
         context: tokens; 4096, or fewer if the model has fewer positions
         pcie, bandwidth: GB/s from CPU memory, and of GPU memory; measured or assumed if None
+        fastest: the plan of `fastest_plan`, else that with the most resident layers
 
     Raises:
         FileNotFoundError, ValueError: see `load_model`, `parse_size`, `make_plan`; and numbers out of range.
@@ -65,13 +70,18 @@ def run_plan(
             raise ValueError(f"--tau is the tokens of a pass, 1 to {Run.tree_depth + 1}, not {tau:g}")
     size, model = parse_size(vram), load_model(name)
     run = Run(itemsize=ITEMSIZES[dtype], context=context or default_context(model))
-    plan = make_plan(model, run, size, gpu_memory())
-    links = bandwidths(pcie, bandwidth)
+    total, links = gpu_memory(), bandwidths(pcie, bandwidth)
+    plan, faster = make_plan(model, run, size, total), fastest_plan(model, run, size, total, *links)
+    if fastest:
+        plan = faster
     expected = expect(plan, *links, taus)
     if as_json:
         print(json.dumps(as_dict(plan, dtype, *links, expected), indent=1))
     else:
         print_plan(plan, dtype, *links, expected)
+        gain = expected.t_round / (expect(faster, *links, []).t_round or 1)
+        if gain > WORTH_SAYING:
+            print(f"By the formula and with the same tau, {gain:.2f} times as fast with --fastest: {faster.summary()}.")
     return 0
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 
 from ..sizes import parse_size
-from .advise import SPECULATIVE_CONFIG, Plan, chunk_for, default_context, make_plan
+from .advise import Plan, chunk_for, default_context, make_plan
+from .fastest import fastest_plan
 from .memory import Run
 from .model import load_model
 from .options import options
 from .report import ITEMSIZES, gpu_memory
+from .speed import bandwidths
 
+EXAMPLE = '{"method":"subspec"}'
 DTYPES = {"auto": "bfloat16", "half": "float16", "float": "float32", **{name: name for name in ITEMSIZES}}
 
 
-def plan_for(name: str, vram: str, rest: list[str]) -> tuple[Plan, list[str]]:
+def plan_for(name: str, vram: str, rest: list[str], fastest: bool = False) -> tuple[Plan, list[str]]:
     """The plan under the user's own options, and the flags to add to them.
 
     An option that the user gave is kept and, where memory depends on it, planned with. Offloading is one choice: with
@@ -22,6 +25,7 @@ def plan_for(name: str, vram: str, rest: list[str]) -> tuple[Plan, list[str]]:
 
     Args:
         rest: the user's options of `vllm serve`
+        fastest: the plan of `fastest_plan`, else that with the most resident layers
 
     Raises:
         FileNotFoundError, ValueError: see `report.run_plan`; and options that leave nothing to plan.
@@ -38,9 +42,13 @@ def plan_for(name: str, vram: str, rest: list[str]) -> tuple[Plan, list[str]]:
         context=_number(given, "--max-model-len", default_context(model)),
         chunk=_number(given, "--max-num-batched-tokens", chunk_for(Run(**tree).tree_rows)),
         group_size=spec.get("substitute_group_size", Run.group_size),
+        substitute_all=spec.get("substitute_layers") == "all",
         **tree,
     )
-    plan = make_plan(model, run, size, gpu_memory())
+    if fastest:
+        plan = fastest_plan(model, run, size, gpu_memory(), *bandwidths(None, None), "substitute_layers" not in spec)
+    else:
+        plan = make_plan(model, run, size, gpu_memory())
     if not plan.placement and spec:
         raise ValueError(f"{plan.summary()}; remove --speculative-config, or --vram")
     flags = plan.flags(dtype)
@@ -64,11 +72,9 @@ def _speculative_config(given: dict[str, str]) -> dict:
     try:
         spec = {key.replace("-", "_"): value for key, value in json.loads(given["--speculative-config"]).items()}
     except (ValueError, AttributeError):
-        raise ValueError(f"with --vram, --speculative-config takes JSON, as {SPECULATIVE_CONFIG}") from None
+        raise ValueError(f"with --vram, --speculative-config takes JSON, as {EXAMPLE}") from None
     if spec.get("method") != "subspec":
         raise ValueError("--vram plans for method subspec; remove it, or set the method to subspec")
-    if spec.get("substitute_layers") == "all":
-        raise ValueError("--vram plans substitutes of the offloaded layers only; remove substitute_layers, or --vram")
     for key in ("tree_width", "tree_depth", "substitute_group_size"):
         if key in spec and not (isinstance(spec[key], int) and spec[key] > 0):
             raise ValueError(f"{key} takes a whole number above zero, not {spec[key]!r}")

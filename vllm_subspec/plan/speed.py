@@ -16,8 +16,8 @@ LAYER_SECONDS = 67e-6
 (examples/results/h200-smollm2-prefetch.json)."""
 VERIFICATION_READS = 2.0
 """A pass over a tree of some 289 rows, in times of reading the weights once: GPUs do 150 to 200 operations a byte that
-they read, and a row asks for one. Where layers are streamed the stream hides it: gamma was 1.00 with 13 GB streamed
-at 55 GB/s."""
+they read, and a row asks for one. Where layers are streamed the stream hides it: gamma was 0.94 with 28 of 30 layers
+left to stream (examples/results/h200-padded-12gb-prefetch.json)."""
 MEASURED_BYTES = 256 * 2**20
 
 
@@ -35,6 +35,8 @@ class Expectation:
     t_target: float
     t_draft: float
     t_verify: float
+    t_round: float
+    """A draft and its verification, which emit tau tokens"""
     by_tau: dict[float, tuple[float, float]]
 
 
@@ -81,9 +83,11 @@ def expect(plan: Plan, pcie: Bandwidth, gpu: Bandwidth, taus: list[float]) -> Ex
     """Times of one round at batch 1, and tokens/s = tau / (D t_draft + t_verify).
 
     t_target = offloaded bytes / PCIe bandwidth, at least the time to read all layers and the head from GPU memory.
-    t_verify = the same stream, at least `VERIFICATION_READS` times that reading.
-    t_draft  = (substitutes + resident layers + head) / GPU bandwidth + `LAYER_SECONDS` a layer.
-    With every layer resident there is no draft: t_draft and t_verify are 0 and `by_tau` is empty.
+    t_draft  = (what the draft reads + head) / GPU bandwidth + `LAYER_SECONDS` a layer. The draft reads substitutes, and
+               resident layers that have none.
+    t_verify = the same stream less what came into the prefetch slots while the draft ran, at least
+               `VERIFICATION_READS` times reading all layers and the head.
+    With every layer resident there is no draft: t_draft, t_verify and t_round are 0 and `by_tau` is empty.
     """
     model, itemsize, memory = plan.model, plan.run.itemsize, plan.memory
     head = (model.head or model.embedding) * itemsize
@@ -91,9 +95,12 @@ def expect(plan: Plan, pcie: Bandwidth, gpu: Bandwidth, taus: list[float]) -> Ex
     read = (sum(layer.parameters for layer in model.layers) * itemsize + head) / gpu.bytes_per_second
     t_target = max(stream, read)
     if not plan.placement:
-        return Expectation(t_target, 0.0, 0.0, {})
-    drafted = memory.substitutes + memory.resident_layers + head
+        return Expectation(t_target, 0.0, 0.0, 0.0, {})
+    drafted = memory.substitutes + (0 if plan.run.substitute_all else memory.resident_layers) + head
     t_draft = drafted / gpu.bytes_per_second + LAYER_SECONDS * len(model.layers)
-    t_verify = max(stream, VERIFICATION_READS * read)
-    a_round = plan.run.tree_depth * t_draft + t_verify
-    return Expectation(t_target, t_draft, t_verify, {tau: (tau / a_round, tau * t_target / a_round) for tau in taus})
+    drafting = plan.run.tree_depth * t_draft
+    ahead = min(stream * plan.placement.prefetch_step / len(plan.offloaded), drafting, stream)
+    t_verify = max(stream - ahead, VERIFICATION_READS * read)
+    t_round = drafting + t_verify
+    by_tau = {tau: (tau / t_round, tau * t_target / t_round) for tau in taus}
+    return Expectation(t_target, t_draft, t_verify, t_round, by_tau)
