@@ -57,7 +57,8 @@ class PrivateKVSpeculator(SubSpecSpeculator):
     """A draft that reads only KV that it has written itself.
 
     So it must see every token: it runs over what the target's plain passes (prefill, plain decoding) run over, and
-    over the last level of every tree, which nothing else would run through the draft: one pass a round more.
+    over the last level of every tree, which nothing else would run through the draft: one pass a round more. So it
+    drafts to the end, whatever the confidence threshold is.
     """
 
     _warned = False
@@ -71,7 +72,12 @@ class PrivateKVSpeculator(SubSpecSpeculator):
         # A tree that ends inside a level was cut where the context ends: there is no room, and no need.
         whole_levels = num_nodes > 0 and num_nodes % self.tree_width == 0
         additional = self.tree_width if whole_levels else 0
-        return super().draft(root, context_len, num_nodes + additional).first(1 + num_nodes)
+        tree = super().draft(root, context_len, num_nodes + additional)
+        self.drafted = num_nodes
+        return tree.first(1 + num_nodes)
+
+    def _gives_up(self, passed: list) -> bool:
+        return False
 
     def propose(self, input_batch, attn_metadata, slot_mappings, *args: Any, **kwargs: Any) -> torch.Tensor:
         verifies = any(isinstance(m, TreeMetadata) for m in (attn_metadata or {}).values())

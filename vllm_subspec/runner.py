@@ -159,7 +159,7 @@ class SubSpecRunner:
         except Exception:
             self._warn("Drafting failed; requests go on by plain decoding")
             return None
-        input_batch.input_ids[: len(tree)] = tree.tokens.to(input_batch.input_ids.dtype)
+        input_batch.input_ids[: len(tree)] = tree.tokens.clamp(min=0).to(input_batch.input_ids.dtype)
         input_batch.positions[: len(tree)] = self.speculator.context_len + tree.depths
         return tree
 
@@ -202,7 +202,7 @@ class SubSpecRunner:
 
     def sample(self, hidden_states, input_batch: InputBatch, grammar_output):
         sampled = super().sample(hidden_states, input_batch, grammar_output)
-        size, accepted = (len(self.tree), sampled[1][0] - 1) if self.tree is not None else (1, 0)
+        size, accepted = (1 + self.speculator.drafted, sampled[1][0] - 1) if self.tree is not None else (1, 0)
         self.rounds.add(input_batch.req_ids[0], size, accepted, [*self._marks, self.rounds.mark()])
         self.tree = None
         return sampled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +20,8 @@ from .tree import TokenTree, grow
 
 logger = init_logger("vllm.subspec.speculator")
 
+LAG = 2
+"""Levels that a GPU has ahead of it while the host looks whether to go on: it never waits for the host"""
 WARM_UPS = 3  # runs of a step before it is captured: kernels compile, libraries make their workspaces
 
 
@@ -40,11 +43,15 @@ class SubSpecSpeculator(BaseSpeculator):
         self.vllm_config = vllm_config
         self.device = device
         self.draft_temperature: float = spec.draft_temperature
+        self.least_score = math.log(spec.confidence_threshold) if spec.confidence_threshold else None
+        self.drafted = 0
+        """Nodes of the last draft, without the root"""
         self.max_nodes: int = spec.num_speculative_tokens
         self.max_keys: int = vllm_config.model_config.max_model_len
         self.model: torch.nn.Module | None = None  # the draft; set when the target is loaded
         self.groups: list[KVGroup] = []  # set when the KV cache is there
         self.context_len = torch.zeros((), dtype=torch.int64, device=device)
+        self._best = torch.zeros((), pin_memory=device.type == "cuda")  # a score of the last levels, on the host
         self._placeholders = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self.max_nodes, dtype=torch.int64, device=device
         )
@@ -95,7 +102,8 @@ class SubSpecSpeculator(BaseSpeculator):
             num_nodes: nodes besides the root, at most width x depth
 
         Returns:
-            The tree, in buffers that the next draft overwrites.
+            The tree, in buffers that the next draft overwrites. Of its nodes the first `drafted` are real: all of them,
+            unless no path was likely enough to go on (``confidence_threshold``).
         """
         k = self.tree_width
         self.tree.tokens[0] = root
@@ -103,12 +111,33 @@ class SubSpecSpeculator(BaseSpeculator):
         self.leaves.zero_()
         self.scores.copy_(self._first_scores)
         self.new.copy_(self._first_level)
-        for level in range(-(-num_nodes // k)):
+        self.drafted, levels, passed = num_nodes, -(-num_nodes // k), []
+        for level in range(levels):
             if self.graph is not None:
                 self.graph.replay()
             else:
                 self.step(num_keys=1 + k * level)
+            if self.least_score is not None and level + 1 < levels and self._gives_up(passed):
+                self.drafted = k * (level + 1)
+                self.tree.cut(1 + self.drafted)
+                break
         return self.tree.first(1 + num_nodes)
+
+    def _gives_up(self, passed: list[torch.cuda.Event]) -> bool:
+        """Whether a level so far had no path likely enough to go on. On CUDA it looks at levels `LAG` back or later.
+
+        Args:
+            passed: an event for each level before; gets the last one's
+        """
+        # The best score comes first, and is never above that of the level before.
+        self._best.copy_(self.scores[0], non_blocking=True)
+        if self.device.type == "cuda":
+            passed.append(torch.cuda.Event())
+            passed[-1].record()
+            if len(passed) <= LAG:
+                return False
+            passed[-1 - LAG].synchronize()
+        return float(self._best) < self.least_score
 
     def step(self, num_keys: int) -> None:
         """One draft pass: the current leaves go through the draft, the next level comes out.

@@ -68,8 +68,9 @@ class Tracer:
         target = likeliest(logits)  # before the sampler, which may write into the logits
         output = self._verify(logits, input_batch)
         scores = torch.cat([self._levels[0].new_zeros(1), *self._levels])[: len(tree)]
+        drafted = len(scores)  # fewer than the tree has if the draft ended early
         emitted = output.sampled_token_ids[0, : int(output.num_sampled[0])].tolist()
-        self.rounds.append(traced(tree, scores, *target, emitted))
+        self.rounds.append(traced(tree.first(drafted), scores, *(rows[:drafted] for rows in target), emitted))
         return output
 
 

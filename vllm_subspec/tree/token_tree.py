@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+NO_TOKEN = -1
+
 
 @dataclass
 class TokenTree:
@@ -16,7 +18,7 @@ class TokenTree:
     """
 
     tokens: torch.Tensor
-    """[N] int64"""
+    """[N] int64; `NO_TOKEN` where a draft ended early (see `cut`)"""
     parents: torch.Tensor
     """[N] int64; the root's is 0"""
     depths: torch.Tensor
@@ -34,6 +36,14 @@ class TokenTree:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def cut(self, n: int) -> None:
+        """Keep the first ``n`` nodes. The others' rows become nodes that see themselves alone and no target accepts."""
+        self.tokens[n:].fill_(NO_TOKEN)
+        self.parents[n:].zero_()
+        self.depths[n:].zero_()
+        self.ancestors[n:].zero_()
+        self.ancestors.diagonal()[n:].fill_(True)
 
     def first(self, n: int) -> TokenTree:
         """The tree of the first ``n`` nodes, sharing storage with this one."""
