@@ -23,7 +23,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 from vllm_subspec.bench.command import portable
 from vllm_subspec.bench.engine import limit_memory, machine, peak_memory
 from vllm_subspec.bench.settings import parse_pairs
-from vllm_subspec.sizes import parse_size
+from vllm_subspec.sizes import GIB, parse_size
 
 REPEATS = 5
 
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("model", help="a directory with a config.json")
     parser.add_argument("--out", required=True)
     parser.add_argument("--vram", default="8GiB")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 1700])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 1700], help="below max_model_len - tree")
     parser.add_argument("--subspec", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("engine", nargs="*", help="key=value, as LLM takes them")
     args = parser.parse_intermixed_args()
@@ -87,9 +87,14 @@ def main() -> int:
     )
     report = {
         "command": " ".join(["python", "examples/draft_pass.py", *portable(sys.argv[1:])]),
-        **machine(), "engine": engine, "vram_gib": parse_size(args.vram) / 2**30,
+        **machine(), "engine": engine, "vram_gib": parse_size(args.vram) / GIB,
         "start_seconds": time.perf_counter() - started,
     }  # fmt: skip
+
+    tree = llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens + 1
+    room = engine["max_model_len"] - tree
+    if max(args.contexts) > room:
+        parser.error(f"--contexts of more than {room} leave no room for the tree; raise max_model_len")
 
     rnd = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from vllm_subspec.bench.command import portable
 from vllm_subspec.bench.process import run_engine
+from vllm_subspec.bench.settings import parse_pairs
 from vllm_subspec.cpu import is_cpu_build
 from vllm_subspec.prompts import PROMPTS
 
@@ -97,14 +98,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=int, default=600, help="seconds for each method")
     parser.add_argument("engine", nargs="*", help="key=value, as LLM takes them")
     args = parser.parse_intermixed_args()
-
-    def value(text: str):
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-
-    engine = {k: value(v) for k, v in (item.split("=", 1) for item in args.engine)}
+    engine = parse_pairs(args.engine, "engine")
     trees = [tuple(map(int, t.split("x"))) for t in args.sweep.split(",")]
     largest = max(trees, key=lambda t: t[0] * t[1])
     spec = {"method": "subspec", "tree_width": largest[0], "tree_depth": largest[1]}

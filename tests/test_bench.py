@@ -118,6 +118,7 @@ BAD = [
     (["--model", "nowhere"], "no model directory"), (["--config", "none.yaml"], "no file none.yaml"),
     (["--engine", "dtype"], "key=value"), (["--sweep", "colour=1"], "'colour'"),
     (["--sweep", "depth=x"], "whole numbers"), (["--sweep", "tree=6"], "WIDTHxDEPTH"),
+    (["--sweep", "tree=6x0"], "above zero"), (["--sweep", "bits=4"], "'bits'"),
     (["--sweep", "tree=6x8", "depth=4"], "either tree"),
     (["--methods", "vanilla", "--sweep", "depth=8"], "--methods"), (["--samples", "0"], "samples"),
     (["--vram", "8XB"], "8GiB"), (["--temperature", "-1"], "temperature"), (["--redo", "pyproject.toml"], "no result"),
@@ -274,14 +275,14 @@ def test_figures_by_hand():
 
 
 def test_timed_waits_are_a_phase_of_their_own():
-    """Catches: waiting counted as verification as well, a share where some waits are not known."""
+    """Catches: waiting counted as verification as well; a plain step in a captured graph that hides the others."""
     waited = {**OURS, "rounds": {**OURS["rounds"], "wait_seconds": [0.7, 0.5]}}
     found = measure.phases([waited], [2, 4])
     shares = [found[f"{phase}_share"] for phase in ("draft", "verify", "wait", "other")]
     assert shares == pytest.approx([0.4, 0.2, 0.3, 0.1])
     assert found["verify"] == pytest.approx(1.0)  # gamma is of the whole verification
     partly = {**OURS, "rounds": {**OURS["rounds"], "wait_seconds": [0.7, None]}}
-    assert measure.phases([partly], [2, 4])["wait_share"] is None
+    assert measure.phases([partly], [2, 4])["wait_share"] == pytest.approx(0.7 / 4)
 
 
 def test_acceptance_by_depth_counts_trees_that_reach_it():

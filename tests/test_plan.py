@@ -584,7 +584,15 @@ def test_what_the_hub_answers_is_told_apart(capsys, monkeypatch, error, words):
 def test_a_gpu_that_is_too_small(checkpoint, capsys, monkeypatch):
     """Catches: a utilization above 1; a plan for a card that is not there."""
     monkeypatch.setattr("vllm_subspec.plan.report.gpu_memory", lambda: 6 * GIB)
-    assert_refused(capsys, ["plan", checkpoint(), "--vram", "8GiB"], ["more than the 6.00 GiB"])
+    assert_refused(capsys, ["plan", checkpoint(), "--vram", "8GiB"], ["more than the 6.00 GiB", "6144MiB or less"])
+
+
+def test_a_card_by_the_size_on_its_box_is_planned_for_as_it_is(checkpoint, capsys, monkeypatch):
+    """Catches: 8GiB refused on a card of "8 GB" that reports less, or planned for as if it had them."""
+    monkeypatch.setattr("vllm_subspec.plan.report.gpu_memory", lambda: int(7.6 * GIB))
+    assert main(["plan", checkpoint(), "--vram", "8GiB", "--pcie", "25", "--bandwidth", "1000", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["vram"] == plan["gpu_total"] == int(7.6 * GIB) >= plan["memory"]["total"]
 
 
 # --- serve
@@ -609,7 +617,7 @@ def served(monkeypatch, checkpoint):
 
 def test_serve_without_vram_is_as_before(served):
     """Catches: a plan nobody asked for."""
-    assert served("MODEL", "--port", "80")[0] == ["--port", "80", "--speculative-config", '{"method": "subspec"}']
+    assert served("MODEL", "--port", "80")[0] == ["--port", "80", "--speculative-config", '{"method":"subspec"}']
     assert served("MODEL", "-sc", "{}")[0] == ["-sc", "{}"]
 
 
@@ -648,8 +656,6 @@ def test_serve_keeps_and_plans_with_the_users_options(served):
     assert (found["--gpu-memory-utilization"], found["--max-model-len"]) == ("0.5", "8192")
     assert found["--speculative-config"] == spec and found["--max-num-batched-tokens"] == "768"
     assert found["--offload-group-size"] == str(plan.placement.group_size)
-    _, found = served("MODEL", "--vram", "9", "--cpu-offload-gb", "10")
-    assert not any(name.startswith("--offload-") for name in found)
     own = '{"cudagraph_capture_sizes":[1]}'
     command, _ = served("MODEL", "--vram", "9", "-cc", own)
     assert [command[i + 1] for i, w in enumerate(command) if w in ("-cc", "--compilation-config")] == [own]
@@ -661,10 +667,11 @@ def test_serve_takes_the_fastest_plan(served, capsys):
         command, found = served(*words)
         assert "--fastest" not in command
         assert json.loads(found["--speculative-config"])["substitute_layers"] == "all"
-    own = '{"method":"subspec","substitute_layers":"offloaded"}'
-    _, found = served("MODEL", "--fastest", "--vram", "12", "--speculative-config", own)
-    assert found["--speculative-config"] == own
     capsys.readouterr()
+    for own in ('{"method":"subspec","substitute_layers":"offloaded"}', '{"method":"subspec","draft_temperature":0.3}'):
+        _, found = served("MODEL", "--fastest", "--vram", "12", "--speculative-config", own)
+        assert found["--speculative-config"] == own
+        assert "substitutes for all" not in capsys.readouterr().out
     assert main(["serve", "m", "--fastest"]) == 1
     assert "--vram" in capsys.readouterr().err
 
@@ -688,6 +695,8 @@ def test_serve_is_plain_where_everything_fits(served, capsys):
         (["--vram", "8", "--speculative-config", '{"method":"ngram"}'], ["subspec"]),
         (["--vram", "8", "--speculative-config", '{"method":"subspec","tree_width":"x"}'], ["tree_width"]),
         (["--vram", "24", "--speculative-config", '{"method":"subspec"}'], ["remove --speculative-config"]),
+        (["--vram", "9", "--cpu-offload-gb", "10"], ["remove --cpu-offload-gb"]),
+        (["--vram", "40", "--offload-group-size", "1"], ["remove --offload-group-size"]),
     ],
 )
 def test_serve_refuses_in_one_sentence(monkeypatch, checkpoint, capsys, words, expected):

@@ -331,6 +331,19 @@ def test_arguments_that_are_accepted(configure, arguments):  # noqa: F811
 
 
 @pytest.mark.parametrize(
+    "size, dtype, cuda, refused",
+    [(16, "bfloat16", True, True), (256, "float16", True, True), (16, "bfloat16", False, False),
+     (64, "bfloat16", True, False), (16, "float32", True, False)],
+)  # fmt: skip
+def test_group_sizes_without_a_kernel_are_refused(size, dtype, cuda, refused):
+    """Catches: substitutes of full size, which fail for want of memory under another name."""
+    from vllm_subspec.support import group_size_problems
+
+    problems = list(group_size_problems(size, dtype, cuda))
+    assert len(problems) == refused and all("32, 64 or 128" in p for p in problems)
+
+
+@pytest.mark.parametrize(
     "given,made",
     [("FULL", "NONE"), ("FULL_DECODE_ONLY", "NONE"), ("FULL_AND_PIECEWISE", "PIECEWISE"), ("PIECEWISE", "PIECEWISE"),
      ("NONE", "NONE")],

@@ -35,12 +35,12 @@ def test_waits_belong_to_their_round(offloader):
     """Catches: waits of one pass counted for the next, a draft that waited, a sum that is longer than the pass."""
     rounds = Rounds(torch.device("cpu"))
     a_round(rounds, offloader, 1)
-    assert time_waits(rounds)
+    assert time_waits(rounds) and time_waits(rounds)  # twice is as once
     a_round(rounds, offloader, 3)
     a_round(rounds, offloader, 0)
     untimed, timed, without = rounds.take()
     assert (untimed["wait_seconds"], without["wait_seconds"]) == (None, None)
-    assert 0.03 <= timed["wait_seconds"] <= timed["verify_seconds"]
+    assert 0.03 <= timed["wait_seconds"] <= min(timed["verify_seconds"], 0.055)
     assert timed["accepted"] == 2 and rounds.take() == []
 
 

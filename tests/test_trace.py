@@ -17,6 +17,7 @@ from vllm_subspec.cli import main
 from vllm_subspec.runner import Verifier
 from vllm_subspec.trace import Tracer, likeliest, traced
 from vllm_subspec.tree import TokenTree, grow
+from vllm_subspec.worker import SubSpecWorkerMixin
 
 WORDS = {0: "root", 1: " the", 2: " sea", 3: "<b>&\"'", 4: "\n", 5: " wave", 6: "</script>"}
 ROUND = {  # root -> 1, 2; 1 -> 3, 4; 3 -> 5
@@ -63,6 +64,7 @@ class Speculator:
 
     def __init__(self):
         self.graph = "a captured graph"
+        self.tree_width, self.tree_depth = self.WIDTH, self.DEPTH
         self.logits = torch.randn(self.DEPTH, self.WIDTH, 20, generator=torch.Generator().manual_seed(0))
 
     def draft(self) -> TokenTree:
@@ -73,6 +75,9 @@ class Speculator:
             assert self.graph is None, "a captured graph cannot be traced"
             self.step(num_keys=1 + k * level)
         return self.tree
+
+    def capture(self) -> None:
+        self.graph = "a graph of the new tree"
 
     def step(self, num_keys: int) -> None:
         logits = self.logits[(num_keys - 1) // self.WIDTH]
@@ -105,6 +110,27 @@ def test_tracer_records_each_node_and_leaves_no_trace():
         parent = made["parents"][node]
         wanted = expected[made["depths"][parent], position[parent], made["tokens"][node]]
         assert made["draft_logprobs"][node] == pytest.approx(wanted.item(), abs=1e-5)
+
+
+def test_a_tracer_does_not_bring_back_the_graph_of_another_tree():
+    """Catches: a captured draft that writes to buffers of a tree that is no more."""
+    speculator = Speculator()
+    tracer = Tracer(SimpleNamespace(speculator=speculator, rejection_sampler=Verifier(None), tree=None))
+    speculator.tree_depth -= 1
+    tracer.stop()
+    assert speculator.graph == "a graph of the new tree"
+
+
+def test_a_worker_traces_on_and_off_in_any_order():
+    """Catches: an engine that stays slow or wrapped after two calls, off without on as an error."""
+    worker = SubSpecWorkerMixin()
+    speculator, verify = Speculator(), object()
+    verifier = Verifier(verify)
+    worker.model_runner = SimpleNamespace(speculator=speculator, rejection_sampler=verifier, tree=None)
+    assert worker.subspec_trace(False) == []
+    for on in (True, True, False, False):
+        assert worker.subspec_trace(on) == []
+    assert verifier.verify is verify and speculator.graph == "a captured graph" and "step" not in vars(speculator)
 
 
 def test_text():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 
+from .plan import SPECULATIVE_CONFIG
 from .plan.options import attach_negative, options, take_option
-
-SPEC = json.dumps({"method": "subspec"})
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -66,7 +64,7 @@ def serve(args: argparse.Namespace) -> int:
         print(planned.summary(), flush=True)
         command += flags
     elif "--speculative-config" not in options(rest):
-        command += ["--speculative-config", SPEC]
+        command += ["--speculative-config", SPECULATIVE_CONFIG]
     os.execv(command[0], command)
 
 
@@ -138,7 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"vllm-subspec: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        print(f"vllm-subspec: {error.name} is not installed; pip install 'vllm-subspec[bench]'", file=sys.stderr)
+        extra = "cuda] or .[cpu" if error.name in ("vllm", "torch") else "bench"
+        print(f"vllm-subspec: {error.name} is not installed; pip install '.[{extra}]' in a checkout", file=sys.stderr)
         return 1
 
 

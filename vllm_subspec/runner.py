@@ -146,6 +146,7 @@ class SubSpecRunner:
             num_drafts == 0
             or input_batch.num_reqs != 1
             or input_batch.num_tokens != 1 + num_drafts
+            or num_drafts > self.speculator.tree_width * self.speculator.tree_depth  # set_tree came between
             or input_batch.has_prefill
             or input_batch.req_ids[0] not in self.tree_requests
         ):

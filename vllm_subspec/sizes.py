@@ -8,6 +8,24 @@ MIB, GIB = 2**20, 2**30
 UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB, "mb": 10**6, "": GIB}
 
 
+NOMINAL = 1.08
+"""A card sold as 8 GB may report 7.6 GiB: sizes up to so many times what there is mean the whole card"""
+
+
+def capped(vram: int, total: int) -> int:
+    """``vram`` bytes, or all of a GPU that is called by that size.
+
+    Raises:
+        ValueError: the GPU has less.
+    """
+    if vram > NOMINAL * total:
+        raise ValueError(
+            f"--vram {vram / GIB:.2f} GiB is more than the {total / GIB:.2f} GiB of this GPU; "
+            f"give {total // MIB}MiB or less"
+        )
+    return min(vram, total)
+
+
 def parse_size(text: str) -> int:
     """Bytes of ``8GiB``, ``8GB``, ``8192MiB``, ``8192MB`` or ``8`` (GiB).
 

@@ -207,5 +207,5 @@ class SubSpecSpeculator(BaseSpeculator):
         nowhere = torch.zeros(1 + self.tree_depth, dtype=torch.int64, device=self.device)
         for group in self.groups:  # a path of no steps: nothing moves
             caches = [context[name].kv_cache for name in group.layer_names]
-            move_kv(caches, group.block_table, self.context_len, nowhere, nowhere[0])
+            move_kv(caches, group.block_table, self.context_len, nowhere, nowhere[0].int())
         logger.info("Captured the draft step: width %d", self.tree_width)

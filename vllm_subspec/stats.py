@@ -28,11 +28,13 @@ class Round:
 
 
 class Rounds:
-    """The latest rounds, bounded. On CUDA what is recorded stays on the device until `take`."""
+    """The latest rounds, bounded: a server whose rounds nobody takes keeps a few MB of them. On CUDA what is recorded
+    stays on the device until `take`."""
 
-    def __init__(self, device: torch.device, keep: int = 100_000):
+    def __init__(self, device: torch.device, keep: int = 8192):
         self._on_cuda = device.type == "cuda"
         self._rounds: deque[tuple[str, int, Any, list, list]] = deque(maxlen=keep)
+        self.times_waits = False
         self.waits: list[tuple[Any, Any]] = []
         """Start and end of each timed wait of the step under way"""
 
@@ -81,7 +83,9 @@ def time_waits(rounds: Rounds) -> bool:
     offloader = get_offloader()
     if not isinstance(offloader, PrefetchOffloader):
         return False
-    wait = offloader._wait_for_layer
+    if rounds.times_waits:
+        return True
+    wait, rounds.times_waits = offloader._wait_for_layer, True
 
     def timed(layer_idx: int) -> None:
         if torch.cuda.is_current_stream_capturing():

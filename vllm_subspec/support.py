@@ -19,6 +19,8 @@ logger = logging.getLogger("vllm.subspec")
 ATTENTION_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """vLLM's attention backends beside which tree attention was tested."""
 LEAVE_OUT = "leave the method out"
+GPU_GROUP_SIZES = (32, 64, 128)
+"""Group sizes of vLLM's 4-bit kernel on GPUs, of those that a speculative config may say"""
 
 
 def check_arguments(args: EngineArgs) -> None:
@@ -145,6 +147,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 
 def _problems(c: VllmConfig) -> Iterator[str]:
     from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
 
     from .config import SubSpecConfig
 
@@ -169,6 +172,7 @@ def _problems(c: VllmConfig) -> Iterator[str]:
     if not c.use_v2_model_runner:
         yield "vLLM chose its old model runner for this configuration; remove the option its log names above"
     dtype = str(c.model_config.dtype).removeprefix("torch.")
+    yield from group_size_problems(spec.substitute_group_size, dtype, current_platform.is_cuda())
     if c.cache_config.cache_dtype not in ("auto", dtype):  # a checkpoint may ask for it too
         yield (
             f"the KV cache must have the model's dtype, but would be {c.cache_config.cache_dtype}; "
@@ -191,6 +195,13 @@ def _problems(c: VllmConfig) -> Iterator[str]:
         yield "compilation mode 1 (STOCK_TORCH_COMPILE) is not supported; leave the mode out of --compilation-config"
     if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") not in ("", "0"):
         yield "breakable CUDA graphs are not supported; set VLLM_USE_BREAKABLE_CUDAGRAPH to 0"
+
+
+def group_size_problems(group_size: int, dtype: str, cuda: bool) -> Iterator[str]:
+    """Group sizes for which a GPU has no 4-bit kernel: substitutes would take as much memory as what they stand for."""
+    if cuda and dtype != "float32" and group_size not in GPU_GROUP_SIZES:
+        sizes = ", ".join(map(str, GPU_GROUP_SIZES[:-1]))
+        yield f"substitute_group_size {group_size} has no 4-bit kernel on a GPU; use {sizes} or {GPU_GROUP_SIZES[-1]}"
 
 
 def _dashed(flag: str) -> str:

@@ -45,6 +45,7 @@ class Tracer:
         self.rounds: list[TracedRound] = []
         self._levels: list[torch.Tensor] = []  # scores of the tree being drafted
         self._graph, self._verify = self.speculator.graph, self.verifier.verify
+        self._shape = self.speculator.tree_width, self.speculator.tree_depth
         self.speculator.graph = None
         self.speculator.step = self._step
         self.verifier.verify = self._verified
@@ -52,7 +53,12 @@ class Tracer:
     def stop(self) -> list[dict[str, Any]]:
         """Leave the engine as it was; returns the rounds as dictionaries of `TracedRound`."""
         del self.speculator.step
-        self.speculator.graph, self.verifier.verify = self._graph, self._verify
+        self.verifier.verify = self._verify
+        if self._graph is not None:
+            if self._shape == (self.speculator.tree_width, self.speculator.tree_depth):
+                self.speculator.graph = self._graph
+            else:  # it would write to the buffers of the tree that was
+                self.speculator.capture()
         return [asdict(r) for r in self.rounds]
 
     def _step(self, num_keys: int) -> None:

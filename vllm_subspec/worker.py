@@ -34,13 +34,13 @@ class SubSpecWorkerMixin:
         )
 
     def subspec_trace(self, on: bool) -> list[dict]:
-        """Record every round's tree from now on, or stop and return them (see `vllm_subspec.trace.TracedRound`)."""
+        """Record every round's tree from now on, or no longer; returns what was recorded (`trace.TracedRound`)."""
         from .trace import Tracer
 
-        if on:
-            self._tracer = Tracer(self.model_runner)
-            return []
-        return self._tracer.stop()
+        tracer = getattr(self, "_tracer", None)
+        recorded = tracer.stop() if tracer is not None else []
+        self._tracer = Tracer(self.model_runner) if on else None
+        return recorded
 
 
 WARM_UP_STEPS = 6

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..sizes import GIB, capped
 from .settings import NEED_DRAFT
 
 ENGINE_DEFAULTS = {
@@ -151,18 +152,22 @@ def keep_draft_resident() -> None:
 
 
 def limit_memory(vram: int) -> float:
-    """Let this process use ``vram`` bytes of the GPU; returns them as a share of its memory, as vLLM wants it.
+    """Let this process use ``vram`` bytes of the GPU, its CUDA context included, as `plan` counts them.
+
+    Returns:
+        What vLLM may use of them, as a share of the GPU's memory: less the context, and graphs captured later.
 
     Raises:
         ValueError: the GPU has less.
     """
     import torch
 
+    from ..plan.memory import CUDA_CONTEXT, CUDA_GRAPHS
+
     total = torch.cuda.get_device_properties(0).total_memory
-    if vram > total:
-        raise ValueError(f"--vram is {vram / 2**30:.1f} GiB but the GPU has {total / 2**30:.1f} GiB; give less")
-    torch.cuda.set_per_process_memory_fraction(vram / total)
-    return vram / total
+    tensors = capped(vram, total) - CUDA_CONTEXT
+    torch.cuda.set_per_process_memory_fraction(tensors / total)
+    return (tensors - CUDA_GRAPHS) / total
 
 
 def machine() -> dict[str, Any]:
@@ -182,7 +187,7 @@ def machine() -> dict[str, Any]:
             "transformers": transformers.__version__, "python": platform.python_version(),
         },
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores",
-        "device_memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30 if cuda else None,
+        "device_memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB if cuda else None,
     }  # fmt: skip
 
 
@@ -193,8 +198,8 @@ def peak_memory() -> dict[str, float | None]:
     if not torch.cuda.is_available():
         return {"peak_allocated_gib": None, "peak_reserved_gib": None}
     return {
-        "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+        "peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
     }
 
 

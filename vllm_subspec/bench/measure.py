@@ -165,9 +165,8 @@ def phases(answers: list[Answer], tree: list[int] | None) -> dict[str, float | N
         return dict.fromkeys(keys)
     draft = sum(sum(a["rounds"]["draft_seconds"]) for a in drafting)
     verify = sum(sum(a["rounds"]["verify_seconds"]) for a in drafting)
-    waits = [wait for a in drafting for wait in a["rounds"].get("wait_seconds", [None])]
-    timed = None not in waits
-    wait = sum(waits) if timed else 0.0
+    timed = [wait for a in drafting for wait in a["rounds"].get("wait_seconds", ()) if wait is not None]
+    wait = sum(timed)
     count, levels = sum(passes(a) for a in drafting), sum(sum(_depths(a, tree)) for a in drafting)
     whole = decode_seconds(drafting)
     return {

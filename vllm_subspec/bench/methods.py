@@ -103,8 +103,8 @@ def _swept(settings: Settings) -> list[tuple[str, dict[str, Any], bool]]:
         for key, value in chosen.items():
             options.update(_tree(value) if key == "tree" else {SWEEPS[key]: value})
         width, depth = (options[side] for side in SHAPE)
-        if not (isinstance(width, int) and isinstance(depth, int)):
-            raise ValueError(f"a tree's width and depth are whole numbers, not {width!r} and {depth!r}")
+        if not (isinstance(width, int) and isinstance(depth, int) and width > 0 and depth > 0):
+            raise ValueError(f"a tree's width and depth are whole numbers above zero, not {width!r} and {depth!r}")
         name = " ".join(["subspec", *(f"{key}={value}" for key, value in chosen.items())])
         made.append((name, options, _without_defaults(options) == _without_defaults(own)))
     return made

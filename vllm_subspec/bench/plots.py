@@ -150,9 +150,8 @@ def shares(figure: Figure, rows: Rows, colors: Colors) -> bool:
             if height > 0.06:
                 axes.text(i, floor[i] + height / 2, f"{height:.0%}", ha="center", va="center", fontsize=8)
         floor = [a + b for a, b in zip(floor, heights)]
-    extra = [
-        " ".join(part for part in r["method"].split()[1:] if not part.startswith(("depth=", "width="))) for r in rows
-    ]
+    shapes = ("tree=", "depth=", "width=")
+    extra = [" ".join(part for part in r["method"].split()[1:] if not part.startswith(shapes)) for r in rows]
     axes.set_xticks(range(len(rows)), [f"{r['tree'][0]} x {r['tree'][1]}\n{e}".strip() for r, e in zip(rows, extra)])
     axes.set(xlabel="tree width x depth", ylabel="share of decoding time", ylim=(0, 1))
     _clean(axes)

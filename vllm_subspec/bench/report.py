@@ -13,8 +13,8 @@ NOTES = (
     "Speeds are medians over repeats (range in brackets). tok/s counts decoding only, end to end the prefill as well. "
     "Speedup compares decoding with vanilla on the same requests of the same repeat. eta is speedup / tau. "
     "formula is tau / (D t_draft / t_target + gamma).",
-    "Waiting for streamed weights cannot be told from computing, because a pass overlaps them: it is part of draft or "
-    "verify. vLLM's own speculative methods do not tell their draft from their verification.",
+    "transfer wait is what verifications waited for streamed weights, outside captured CUDA graphs; where it was not "
+    "timed it is part of verify. vLLM's own speculative methods do not tell their draft from their verification.",
 )
 DEPTHS = (1, 4, 16)
 """Where the tables show acceptance; the plot shows every depth"""

@@ -108,6 +108,7 @@ def _collect(
         "variants": [asdict(v) for v in engine.variants], "skipped": 0,
     }  # fmt: skip
     result["engines"].append(about)
+    left_out: set[tuple[str, int]] = set()
     bar.now(f"{engine.method}, repeat {repeat + 1}: starting")
     for event in events:
         kind = event.pop("event")
@@ -123,7 +124,8 @@ def _collect(
             bar.step(("answer", event["variant"]))
             bar.now(f"{event['variant']}, repeat {repeat + 1}: {event['benchmark']}")
         elif kind == "skipped":
-            about["skipped"] += 1
+            left_out.add((event["benchmark"], event["sample"]))
+            about["skipped"] = len(left_out)
             bar.clock.drop(("answer", event["variant"]))
         elif kind == "done":
             about.update(event)

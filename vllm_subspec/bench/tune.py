@@ -15,6 +15,8 @@ from .run import run_methods
 from .settings import Settings, parse_pairs, resolve
 
 WIDTHS, DEPTHS = [6, 16, 24], [8, 16, 32, 48]
+LOG_TAIL = 3000
+"""Characters of a failed engine's log that are shown"""
 BENCHMARKS = ["chat", "code", "math"]
 
 
@@ -50,11 +52,16 @@ def run_tune(args: argparse.Namespace) -> int:
     settings, model, cpu = prepare(settings_from(args))
     with tempfile.TemporaryDirectory() as directory:
         result = run_methods(settings, model, Path(directory), lambda so_far: None, cpu, console)
+        logs = [log.read_text() for log in Path(directory).glob("logs/*")] if result["failures"] else []
     for line in result["failures"].values():
-        print(f"vllm-subspec: subspec stopped: {line}", file=sys.stderr)
+        print("\n".join(log[-LOG_TAIL:] for log in logs), file=sys.stderr)
+        print(f"vllm-subspec: subspec stopped: {line.partition('; see ')[0]}", file=sys.stderr)
+    if result["interrupted"]:
+        print("vllm-subspec: interrupted; only what was finished by then counts", file=sys.stderr)
     rows = [r for r in result["summary"] if r["benchmark"] == "all" or len(settings.benchmarks) == 1]
     chosen = best(rows, lambda r: middle(r, "decode_speed"))
     if chosen is None:
+        print("vllm-subspec: nothing was measured", file=sys.stderr)
         return 1
     console.print(table(rows, chosen))
     console.print("The fastest of these, to paste:")

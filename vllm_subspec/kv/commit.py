@@ -28,7 +28,7 @@ def commit(
         block_table: [max_blocks] int32, the request's row in that group
         context_len: [] int64
         path: [D + 1] int64, the accepted path (see `accept`)
-        length: [] int64, accepted tokens
+        length: [] int32 or int64, accepted tokens
     """
     if path.device.type == "cuda":
         move_kv([layer.kv_cache for layer in layers], block_table, context_len, path, length)

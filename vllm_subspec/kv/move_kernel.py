@@ -58,7 +58,7 @@ def move_kv(
         block_table: [max_blocks] int32, contiguous
         context_len: [] or [1] int32 or int64; read on the device only, as ``length``
         path: [D + 1] int64, the accepted path (see `accept`)
-        length: [] int64, accepted tokens, D at most
+        length: [] int32 or int64, accepted tokens, D at most
     """
     max_length = path.shape[0] - 1
     if max_length == 0:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..sizes import GIB, MIB
+from ..sizes import GIB, MIB, capped
+from . import SPECULATIVE_CONFIG
 from .memory import Memory, Run, offloaded_memory, plain_memory
 from .model import Model
 
-SPECULATIVE_CONFIG = {"method": "subspec"}
+SUBSTITUTE_ALL = '{"method":"subspec","substitute_layers":"all"}'
 NO_COMPILATION = '{"mode":0}'
-"""A streamed pass waits for PCIe, compiled or not; and while Inductor tunes its kernels, the first start needs as much
+"""A streamed pass waits for PCIe, compiled or not. And while Inductor tunes its kernels, the first start needs as much
 memory again as the embedding has (1 GiB for Qwen2.5-7B), which vLLM then keeps from the KV cache."""
 CHUNK_STEP = 256
 """Prefill chunks are the smallest multiple of this that holds a tree: 256 is the paper's, and every row costs memory"""
@@ -86,8 +86,10 @@ class Plan:
             "--max-num-batched-tokens": [str(self.run.chunk)],
         }
         if self.placement:
-            spec = {**SPECULATIVE_CONFIG, **({"substitute_layers": "all"} if self.run.substitute_all else {})}
-            return {**flags, "--compilation-config": [NO_COMPILATION], "--speculative-config": [_compact(spec)]}
+            spec = SUBSTITUTE_ALL if self.run.substitute_all else SPECULATIVE_CONFIG
+            return {**flags, "--compilation-config": [NO_COMPILATION], "--speculative-config": [spec]}
+        if self.memory.total + self.memory.embedding > self.vram:
+            return {**flags, "--compilation-config": [NO_COMPILATION]}
         # A decoding step's graph, instead of about fifty; each costs memory.
         return {**flags, "--cudagraph-capture-sizes": ["1"]}
 
@@ -103,10 +105,6 @@ class Plan:
             f"{self.model.name}: {layers - streamed} of {layers} layers resident, {streamed} streamed{slots}{every}; "
             f"{gib(self.memory.total)} planned of {gib(self.vram)}"
         )
-
-
-def _compact(value: dict) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def gib(size: float) -> str:
@@ -141,7 +139,7 @@ def make_plan(model: Model, run: Run, vram: int, gpu_total: int | None = None) -
     """The plan that keeps the most layers resident: then the one with more prefetch slots, then the smallest group.
 
     Args:
-        vram: bytes the engine process may use
+        vram: bytes the engine process may use (see `sizes.capped`)
         gpu_total: bytes of the whole GPU; ``vram`` if not given
 
     Raises:
@@ -155,8 +153,7 @@ def make_plan(model: Model, run: Run, vram: int, gpu_total: int | None = None) -
             f"a tree of {run.tree_width} x {run.tree_depth} needs {run.tree_rows} tokens a step but "
             f"max_num_batched_tokens is {run.chunk}; raise it, or lower the tree's width or depth"
         )
-    if gpu_total is not None and vram > gpu_total:
-        raise ValueError(f"--vram {gib(vram)} is more than the {gib(gpu_total)} of this GPU")
+    vram = vram if gpu_total is None else capped(vram, gpu_total)
     num_layers = len(model.layers)
     total, assumed = (vram, True) if gpu_total is None else (gpu_total, False)
     plain = plain_memory(model, run)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..sizes import MIB
 from ..substitute.quantize import MAX_WEIGHTS, fitting_group_size
+from ..support import GPU_GROUP_SIZES
 from .model import Layer, Model
 
 BLOCK_SIZE = 16
@@ -25,7 +26,6 @@ TREE_ATTENTION = 264 * 128 * 4
 """Partial results of tree attention for each dimension of a head: at most one float32 tile of 128 rows for each of
 `tree_kernel.PROGRAMS` programs."""
 SCALE_BYTES, ZERO_POINT_BYTES, CODE_BYTES = 2, 0.5, 0.5
-MARLIN_GROUP_SIZES = (32, 64, 128)
 ROWS_AT_ONCE = 64
 """As in `vllm_subspec.sampler`, which would import vLLM"""
 HQQ_BYTES = 40
@@ -131,7 +131,7 @@ def substitute_bytes(layer: Layer, run: Run) -> int:
     total = layer.others * run.itemsize
     for outputs, inputs in layer.linears.values():
         group = fitting_group_size(run.group_size, inputs)
-        if run.itemsize == 2 and group in MARLIN_GROUP_SIZES and outputs % 8 == 0:
+        if run.itemsize == 2 and group in GPU_GROUP_SIZES and outputs % 8 == 0:
             # Marlin pads to tiles: outputs to 64, inputs to 128, or 128 and 64 (marlin_utils.marlin_padded_nk).
             total += int(outputs * inputs * CODE_BYTES + outputs * inputs // group * (SCALE_BYTES + ZERO_POINT_BYTES))
         else:

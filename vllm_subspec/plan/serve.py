@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from ..sizes import parse_size
+from . import SPECULATIVE_CONFIG
 from .advise import Plan, chunk_for, default_context, make_plan
 from .fastest import fastest_plan
 from .memory import Run
@@ -13,15 +14,14 @@ from .options import options
 from .report import ITEMSIZES, gpu_memory
 from .speed import bandwidths
 
-EXAMPLE = '{"method":"subspec"}'
 DTYPES = {"auto": "bfloat16", "half": "float16", "float": "float32", **{name: name for name in ITEMSIZES}}
 
 
 def plan_for(name: str, vram: str, rest: list[str], fastest: bool = False) -> tuple[Plan, list[str]]:
     """The plan under the user's own options, and the flags to add to them.
 
-    An option that the user gave is kept and, where memory depends on it, planned with. Offloading is one choice: with
-    any of its options given, none is added.
+    An option that the user gave is kept and, where memory depends on it, planned with. Offloading is what is planned:
+    its options are not to be given.
 
     Args:
         rest: the user's options of `vllm serve`
@@ -32,6 +32,9 @@ def plan_for(name: str, vram: str, rest: list[str], fastest: bool = False) -> tu
     """
     given = options(rest)
     spec = _speculative_config(given)
+    for option in given:
+        if option.startswith(("--offload-", "--cpu-offload-")):
+            raise ValueError(f"--vram plans the offloading itself; remove {option}, or --vram")
     dtype = DTYPES.get(given.get("--dtype", "auto"))
     if dtype is None:
         raise ValueError(f"--vram plans for --dtype {', '.join(DTYPES)}, not {given['--dtype']!r}")
@@ -46,14 +49,13 @@ def plan_for(name: str, vram: str, rest: list[str], fastest: bool = False) -> tu
         **tree,
     )
     if fastest:
-        plan = fastest_plan(model, run, size, gpu_memory(), *bandwidths(None, None), "substitute_layers" not in spec)
+        # A speculative config of the user's own is not changed.
+        plan = fastest_plan(model, run, size, gpu_memory(), *bandwidths(None, None), any_substitutes=not spec)
     else:
         plan = make_plan(model, run, size, gpu_memory())
     if not plan.placement and spec:
         raise ValueError(f"{plan.summary()}; remove --speculative-config, or --vram")
     flags = plan.flags(dtype)
-    if any(option.startswith(("--offload-", "--cpu-offload-")) for option in given):
-        flags = {flag: values for flag, values in flags.items() if not flag.startswith("--offload-")}
     if "--compilation-config" in given:  # may hold the capture sizes, and vLLM takes them from one place only
         flags.pop("--cudagraph-capture-sizes", None)
     return plan, [word for flag, values in flags.items() if flag not in given for word in (flag, *values)]
@@ -72,7 +74,7 @@ def _speculative_config(given: dict[str, str]) -> dict:
     try:
         spec = {key.replace("-", "_"): value for key, value in json.loads(given["--speculative-config"]).items()}
     except (ValueError, AttributeError):
-        raise ValueError(f"with --vram, --speculative-config takes JSON, as {EXAMPLE}") from None
+        raise ValueError(f"with --vram, --speculative-config takes JSON, as {SPECULATIVE_CONFIG}") from None
     if spec.get("method") != "subspec":
         raise ValueError("--vram plans for method subspec; remove it, or set the method to subspec")
     for key in ("tree_width", "tree_depth", "substitute_group_size"):

@@ -67,7 +67,7 @@ def make_draft(model: torch.nn.Module, substitutes: dict[str, LinearBase], devic
         device: where the resident copies go
     """
     resident = {
-        name: torch.nn.Parameter(value.to(device), requires_grad=False)
+        name: torch.nn.Parameter(value.to(device, copy=True), requires_grad=False)  # uva's are views of CPU memory
         for name, value in offloaded_parameters(model).items()
         if name.removesuffix(".weight") not in substitutes
     }
