@@ -99,6 +99,16 @@ def test_no_kernel_is_compiled_for_a_request(smollm2):
     assert all(before.values()) and after == before
 
 
+def test_early_ends_cost_no_token(smollm2):
+    """Catches: a level that the GPU had not finished taken for the last; rows of an earlier draft in the tree."""
+    job = offloaded_job(smollm2, 64, 3, dtype="float32", **PREFETCH)
+    (plain,) = engine.plain([job])
+    (ours,) = engine.subspec([job], confidence_threshold=0.3)
+    assert tokens(ours) == tokens(plain)
+    assert min(r["tree_size"] for r in ours["rounds"] if r["tree_size"] > 1) < 100
+    assert tau(ours) > 3.0
+
+
 def test_eager_engines_capture_the_draft(smollm2):
     """Catches: drafting kernel by kernel, several times slower, in deployments that have --enforce-eager; waits for
     streamed layers that are not seen, or longer than the pass that they are part of."""
