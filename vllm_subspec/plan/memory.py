@@ -16,8 +16,8 @@ CUDA_CONTEXT = 518 * MIB
 measured on an H200 (driver 580, torch 2.11) with Qwen2.5-7B's shapes; other cards and drivers differ by tens of MiB."""
 LIBRARIES = 232 * MIB
 """NCCL, cuBLAS and loaded kernels, which vLLM counts as used"""
-ALLOCATOR = 96 * MIB
-"""What torch's allocator holds and nothing uses"""
+ALLOCATOR = 176 * MIB
+"""What torch's allocator holds and nothing uses when vLLM looks, and the runner's own buffers"""
 CUDA_GRAPHS = 72 * MIB
 """The draft step's graph with its pool, and workspaces. vLLM sizes its KV cache before."""
 TENSOR_SLACK = MIB // 4
