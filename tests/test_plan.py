@@ -587,6 +587,15 @@ def test_a_gpu_that_is_too_small(checkpoint, capsys, monkeypatch):
     assert_refused(capsys, ["plan", checkpoint(), "--vram", "8GiB"], ["more than the 6.00 GiB", "6144MiB or less"])
 
 
+@pytest.mark.parametrize("others, said", [(0, False), (300 * MIB, True)])
+def test_memory_that_others_hold_is_told(checkpoint, capsys, monkeypatch, others, said):
+    """Catches: a plan for a whole card that a desktop has a part of, which vLLM refuses to start."""
+    monkeypatch.setattr("vllm_subspec.plan.report.gpu_memory", lambda: 8 * GIB)
+    monkeypatch.setattr("vllm_subspec.plan.report.used_by_others", lambda: others)
+    assert main(["plan", checkpoint(), "--vram", "8GiB", "--pcie", "25", "--bandwidth", "1000"]) == 0
+    assert ("--vram 7892MiB" in capsys.readouterr().out) == said
+
+
 def test_a_card_by_the_size_on_its_box_is_planned_for_as_it_is(checkpoint, capsys, monkeypatch):
     """Catches: 8GiB refused on a card of "8 GB" that reports less, or planned for as if it had them."""
     monkeypatch.setattr("vllm_subspec.plan.report.gpu_memory", lambda: int(7.6 * GIB))

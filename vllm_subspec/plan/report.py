@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 
-from ..sizes import GIB, parse_size
+from ..sizes import GIB, MIB, parse_size
 from .advise import Plan, default_context, gib, make_plan
 from .fastest import fastest_plan
-from .memory import Run
+from .memory import CUDA_CONTEXT, Run
 from .model import load_model
 from .speed import GB, Bandwidth, Expectation, bandwidths, expect
 
@@ -39,6 +39,16 @@ def gpu_memory() -> int | None:
     import torch
 
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+
+
+def used_by_others() -> int:
+    """Bytes of the current GPU that other processes hold."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return max(0, total - free - torch.cuda.memory_reserved() - CUDA_CONTEXT)
 
 
 def run_plan(
@@ -135,6 +145,12 @@ def print_plan(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected
         console.print(f"No GPU here: --gpu-memory-utilization assumes that {gib(plan.vram)} is the whole GPU.")
     else:
         console.print(f"--gpu-memory-utilization is of this GPU's {gib(plan.gpu_total)}.")
+        others = used_by_others()
+        if plan.vram + others > plan.gpu_total + MIB:
+            console.print(
+                f"Other processes hold {gib(others)} of it now: it would not start beside them. "
+                f"End them, or plan for --vram {(plan.gpu_total - others) // MIB}MiB."
+            )
     console.print(f"\n{command(plan, dtype)}\n", markup=False)
 
     rate = lambda b: f"{b.bytes_per_second / GB:.0f} GB/s ({b.source})"  # noqa: E731
