@@ -152,22 +152,23 @@ def keep_draft_resident() -> None:
 
 
 def limit_memory(vram: int) -> float:
-    """Let this process use ``vram`` bytes of the GPU, its CUDA context included, as `plan` counts them.
+    """Let this process use ``vram`` bytes of the GPU, CUDA's context and libraries included, as `plan` counts them.
 
     Returns:
-        What vLLM may use of them, as a share of the GPU's memory: less the context, and graphs captured later.
+        What vLLM may use of them, as a share of the GPU's memory: less the context, which it does not see, and graphs
+        captured later.
 
     Raises:
         ValueError: the GPU has less.
     """
     import torch
 
-    from ..plan.memory import CUDA_CONTEXT, CUDA_GRAPHS
+    from ..plan.memory import CUDA_CONTEXT, CUDA_GRAPHS, LIBRARIES
 
     total = torch.cuda.get_device_properties(0).total_memory
-    tensors = capped(vram, total) - CUDA_CONTEXT
-    torch.cuda.set_per_process_memory_fraction(tensors / total)
-    return (tensors - CUDA_GRAPHS) / total
+    seen = capped(vram, total) - CUDA_CONTEXT
+    torch.cuda.set_per_process_memory_fraction((seen - LIBRARIES) / total)
+    return (seen - CUDA_GRAPHS) / total
 
 
 def machine() -> dict[str, Any]:
