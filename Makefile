@@ -15,7 +15,7 @@ demo: setup
 	$(BIN)/vllm-subspec demo
 
 test: setup
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -n $(GPU_JOBS) --maxschedchunk 1 -m "gpu and not alone" --durations=15 $(PYTEST_ARGS)

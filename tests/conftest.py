@@ -19,7 +19,12 @@ if not has_cuda():  # unit tests run Triton kernels, vLLM's and ours, interprete
     os.environ["SUBSPEC_ON_CPU"] = os.environ["TRITON_INTERPRET"] = "1"
 
 
+FIRST = ("test_confidence", "test_sharing", "test_compiled", "test_flag_off", "test_lossless", "test_fuzz", "test_server")
+"""Files of few tests that take minutes: begun first, so that files side by side end together"""
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.stem not in FIRST)
     for item in items:
         if "gpu" in item.keywords and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
