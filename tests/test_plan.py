@@ -14,12 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_subspec import sampler
 from vllm_subspec.cli import main
 from vllm_subspec.plan.advise import DoesNotFit, Placement, default_context, make_plan, placements
 from vllm_subspec.plan.fastest import fastest_plan
 from vllm_subspec.plan.memory import (
     CUDA_CONTEXT,
     LIBRARIES,
+    ROWS_AT_ONCE,
     TENSOR_SLACK,
     Run,
     kv_bytes,
@@ -156,6 +158,7 @@ def test_defaults_are_the_speculative_configs():
     default = lambda name: getattr(fields[name].default, "default", fields[name].default)  # noqa: E731
     assert (Run.tree_width, Run.tree_depth) == (default("tree_width"), default("tree_depth"))
     assert Run.group_size == default("substitute_group_size")
+    assert ROWS_AT_ONCE == sampler.ROWS_AT_ONCE
 
 
 def test_kv_cache_covers_vllms_own_size():
@@ -361,12 +364,10 @@ def test_no_plan_is_faster_than_the_fastest(model, run, vram, links):
     try:
         plain = make_plan(model, run, vram)
     except DoesNotFit:
-        with pytest.raises(DoesNotFit):
-            fastest_plan(model, run, vram, None, *links)
         return
-    found = fastest_plan(model, run, vram, None, *links)
+    found = fastest_plan(plain, *links)
     assert found.memory.total <= vram and (found.placement is None) == (plain.placement is None)
-    assert not fastest_plan(model, run, vram, None, *links, any_substitutes=False).run.substitute_all
+    assert not fastest_plan(plain, *links, any_substitutes=False).run.substitute_all
     if plain.placement is None:
         return
     best, layers = expect(found, *links, []).t_round, len(model.layers)
@@ -599,9 +600,11 @@ def test_memory_that_others_hold_is_told(checkpoint, capsys, monkeypatch, others
 def test_a_card_by_the_size_on_its_box_is_planned_for_as_it_is(checkpoint, capsys, monkeypatch):
     """Catches: 8GiB refused on a card of "8 GB" that reports less, or planned for as if it had them."""
     monkeypatch.setattr("vllm_subspec.plan.report.gpu_memory", lambda: int(7.6 * GIB))
-    assert main(["plan", checkpoint(), "--vram", "8GiB", "--pcie", "25", "--bandwidth", "1000", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["vram"] == plan["gpu_total"] == int(7.6 * GIB) >= plan["memory"]["total"]
+    for more in ([], ["--fastest"]):
+        command = ["plan", checkpoint(), "--vram", "8GiB", "--pcie", "25", "--bandwidth", "1000", "--json", *more]
+        assert main(command) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["vram"] == plan["gpu_total"] == int(7.6 * GIB) >= plan["memory"]["total"]
 
 
 # --- serve
@@ -697,6 +700,7 @@ def test_serve_is_plain_where_everything_fits(served, capsys):
     [
         (["--vram"], ["--vram needs a value"]),
         (["--vram", "6GiB"], ["smallest VRAM"]),
+        (["--vram", "6GiB", "--fastest"], ["smallest VRAM"]),
         (["--vram", "8", "--max-model-len", "4k"], ["--max-model-len", "'4k'"]),
         (["--vram", "8", "--max-num-batched-tokens", "128"], ["289", "128"]),
         (["--vram", "8", "--dtype", "fp8"], ["--dtype", "'fp8'"]),

@@ -6,10 +6,12 @@ import re
 
 MIB, GIB = 2**20, 2**30
 UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB, "mb": 10**6, "": GIB}
-
-
 NOMINAL = 1.08
 """A card sold as 8 GB may report 7.6 GiB: sizes up to so many times what there is mean the whole card"""
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
 
 
 def capped(vram: int, total: int) -> int:
@@ -19,10 +21,8 @@ def capped(vram: int, total: int) -> int:
         ValueError: the GPU has less.
     """
     if vram > NOMINAL * total:
-        raise ValueError(
-            f"--vram {vram / GIB:.2f} GiB is more than the {total / GIB:.2f} GiB of this GPU; "
-            f"give {total // MIB}MiB or less"
-        )
+        less = f"give {total // MIB}MiB or less"
+        raise ValueError(f"--vram {gib(vram)} is more than the {gib(total)} of this GPU; {less}")
     return min(vram, total)
 
 

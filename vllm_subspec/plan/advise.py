@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..sizes import GIB, MIB, capped
+from ..sizes import MIB, capped, gib
 from . import SPECULATIVE_CONFIG
 from .memory import Memory, Run, offloaded_memory, plain_memory
 from .model import Model
@@ -105,10 +105,6 @@ class Plan:
             f"{self.model.name}: {layers - streamed} of {layers} layers resident, {streamed} streamed{slots}{every}; "
             f"{gib(self.memory.total)} planned of {gib(self.vram)}"
         )
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
 
 
 def default_context(model: Model) -> int:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from .advise import Placement, Plan, make_plan, placements
-from .memory import Run, offloaded_memory
-from .model import Model
+from .advise import Placement, Plan, placements
+from .memory import offloaded_memory
 from .speed import Bandwidth, expect
 
 
-def fastest_plan(
-    model: Model,
-    run: Run,
-    vram: int,
-    gpu_total: int | None,
-    pcie: Bandwidth,
-    gpu: Bandwidth,
-    any_substitutes: bool = True,
-) -> Plan:
+def fastest_plan(plan: Plan, pcie: Bandwidth, gpu: Bandwidth, any_substitutes: bool = True) -> Plan:
     """The plan of the shortest round, by `speed.expect`, and of equal ones that with the most resident layers.
 
     Besides resident layers it weighs two other uses of GPU memory. Prefetch slots beyond two fill while the draft runs,
@@ -27,29 +19,28 @@ def fastest_plan(
     less. Not compared with measurements yet.
 
     Args:
-        vram, gpu_total: as of `make_plan`
-        any_substitutes: whether resident layers may get substitutes as well, or only as ``run`` says
-
-    Raises:
-        DoesNotFit, ValueError: as `make_plan`
+        plan: of `make_plan`, for the same model, run and memory
+        any_substitutes: whether resident layers may get substitutes as well, or only as ``plan.run`` says
     """
-    best = make_plan(model, run, vram, gpu_total)
-    if best.placement is None:
-        return best
+    if plan.placement is None:
+        return plan
 
-    def rank(plan: Plan) -> tuple[float, int]:
-        return expect(plan, pcie, gpu, []).t_round, len(plan.offloaded)
+    def rank(candidate: Plan) -> tuple[float, int]:
+        return expect(candidate, pcie, gpu, []).t_round, len(candidate.offloaded)
 
-    num_layers = len(model.layers)
+    return min([plan, *_candidates(plan, any_substitutes)], key=rank)
+
+
+def _candidates(plan: Plan, any_substitutes: bool) -> Iterator[Plan]:
+    """What fits: each number of streamed layers by its smallest group, with each number of slots."""
+    num_layers = len(plan.model.layers)
     by_count: dict[int, Placement] = {}
     for placement in placements(num_layers):
         by_count.setdefault(len(placement.offloaded(num_layers)), placement)
-    for chosen in (run, replace(run, substitute_all=True)) if any_substitutes else (run,):
+    for run in (plan.run, replace(plan.run, substitute_all=True)) if any_substitutes else (plan.run,):
         for streamed, placement in by_count.items():
             for step in range(1, streamed + 1):
-                memory = offloaded_memory(model, chosen, placement.offloaded(num_layers), step)
-                if memory.total > vram:
+                memory = offloaded_memory(plan.model, run, placement.offloaded(num_layers), step)
+                if memory.total > plan.vram:
                     break  # more slots take more
-                plan = replace(best, run=chosen, placement=replace(placement, prefetch_step=step), memory=memory)
-                best = min(best, plan, key=rank)
-    return best
+                yield replace(plan, run=run, placement=replace(placement, prefetch_step=step), memory=memory)

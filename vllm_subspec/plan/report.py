@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 
-from ..sizes import GIB, MIB, parse_size
-from .advise import Plan, default_context, gib, make_plan
+from ..sizes import GIB, MIB, gib, parse_size
+from .advise import Plan, default_context, make_plan
 from .fastest import fastest_plan
 from .memory import CUDA_CONTEXT, Run
 from .model import load_model
@@ -80,19 +80,25 @@ def run_plan(
             raise ValueError(f"--tau is the tokens of a pass, 1 to {Run.tree_depth + 1}, not {tau:g}")
     size, model = parse_size(vram), load_model(name)
     run = Run(itemsize=ITEMSIZES[dtype], context=context or default_context(model))
-    total, links = gpu_memory(), bandwidths(pcie, bandwidth)
-    plan, faster = make_plan(model, run, size, total), fastest_plan(model, run, size, total, *links)
+    plan, links = make_plan(model, run, size, gpu_memory()), bandwidths(pcie, bandwidth)
     if fastest:
-        plan = faster
+        plan = fastest_plan(plan, *links)
     expected = expect(plan, *links, taus)
     if as_json:
         print(json.dumps(as_dict(plan, dtype, *links, expected), indent=1))
     else:
         print_plan(plan, dtype, *links, expected)
-        gain = expected.t_round / (expect(faster, *links, []).t_round or 1)
-        if gain > WORTH_SAYING:
-            print(f"By the formula and with the same tau, {gain:.2f} times as fast with --fastest: {faster.summary()}.")
+        if plan.placement and not fastest:
+            print_hint(plan, *links, expected)
     return 0
+
+
+def print_hint(plan: Plan, pcie: Bandwidth, gpu: Bandwidth, expected: Expectation) -> None:
+    """Say what --fastest would gain, if it is `WORTH_SAYING`."""
+    faster = fastest_plan(plan, pcie, gpu)
+    gain = expected.t_round / expect(faster, pcie, gpu, []).t_round
+    if gain > WORTH_SAYING:
+        print(f"By the formula and with the same tau, {gain:.2f} times as fast with --fastest: {faster.summary()}.")
 
 
 def command(plan: Plan, dtype: str) -> str:

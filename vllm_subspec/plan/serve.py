@@ -48,11 +48,9 @@ def plan_for(name: str, vram: str, rest: list[str], fastest: bool = False) -> tu
         substitute_all=spec.get("substitute_layers") == "all",
         **tree,
     )
-    if fastest:
-        # A speculative config of the user's own is not changed.
-        plan = fastest_plan(model, run, size, gpu_memory(), *bandwidths(None, None), any_substitutes=not spec)
-    else:
-        plan = make_plan(model, run, size, gpu_memory())
+    plan = make_plan(model, run, size, gpu_memory())
+    if fastest:  # a speculative config of the user's own is not changed
+        plan = fastest_plan(plan, *bandwidths(None, None), any_substitutes=not spec)
     if not plan.placement and spec:
         raise ValueError(f"{plan.summary()}; remove --speculative-config, or --vram")
     flags = plan.flags(dtype)
