@@ -22,6 +22,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
 from vllm_subspec.bench.command import portable
 from vllm_subspec.bench.engine import limit_memory, machine, peak_memory
+from vllm_subspec.bench.methods import SHAPE, default_tree
 from vllm_subspec.bench.settings import parse_pairs
 from vllm_subspec.sizes import GIB, parse_size
 
@@ -76,25 +77,20 @@ def main() -> int:
     engine = {
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2048,
         "max_num_seqs": 1, "offload_backend": "prefetch", "offload_group_size": 1, "offload_num_in_group": 1,
-        "offload_prefetch_step": 2, "compilation_config": {"mode": 0}, **(parse_pairs(args.engine, "engine") or {}),
+        "offload_prefetch_step": 2, "compilation_config": {"mode": 0}, **parse_pairs(args.engine, "engine"),
     }  # fmt: skip
+    spec = {"method": "subspec", **dict(zip(SHAPE, default_tree())), **parse_pairs(args.subspec, "--subspec")}
+    room = engine["max_model_len"] - (1 + spec["tree_width"] * spec["tree_depth"])
+    if max(args.contexts) > room:
+        parser.error(f"--contexts of more than {room} leave no room for the tree; raise max_model_len")
     engine["gpu_memory_utilization"] = limit_memory(parse_size(args.vram))
     started = time.perf_counter()
-    llm = LLM(
-        args.model,
-        speculative_config={"method": "subspec", **(parse_pairs(args.subspec, "--subspec") or {})},
-        **engine,
-    )
+    llm = LLM(args.model, speculative_config=spec, **engine)
     report = {
         "command": " ".join(["python", "examples/draft_pass.py", *portable(sys.argv[1:])]),
         **machine(), "engine": engine, "vram_gib": parse_size(args.vram) / GIB,
         "start_seconds": time.perf_counter() - started,
     }  # fmt: skip
-
-    tree = llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens + 1
-    room = engine["max_model_len"] - tree
-    if max(args.contexts) > room:
-        parser.error(f"--contexts of more than {room} leave no room for the tree; raise max_model_len")
 
     rnd = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)

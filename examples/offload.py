@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from vllm_subspec.bench.command import portable
+from vllm_subspec.bench.methods import parse_tree
 from vllm_subspec.bench.process import run_engine
 from vllm_subspec.bench.settings import parse_pairs
 from vllm_subspec.cpu import is_cpu_build
@@ -99,7 +100,7 @@ def main() -> int:
     parser.add_argument("engine", nargs="*", help="key=value, as LLM takes them")
     args = parser.parse_intermixed_args()
     engine = parse_pairs(args.engine, "engine")
-    trees = [tuple(map(int, t.split("x"))) for t in args.sweep.split(",")]
+    trees = [parse_tree(t) for t in args.sweep.split(",")]
     largest = max(trees, key=lambda t: t[0] * t[1])
     spec = {"method": "subspec", "tree_width": largest[0], "tree_depth": largest[1]}
 
@@ -124,7 +125,7 @@ def main() -> int:
         "plain": {"tokens_per_second": 1 / t_target, "t_target_ms": 1e3 * t_target,
                   **{k: v for k, v in plain.items() if k != "runs"}},
         "subspec": {k: v for k, v in ours.items() if k != "runs"},
-        "trees": [summary(a, *map(int, name.split("x")), t_target) for name, a in ours["runs"].items()],
+        "trees": [summary(a, *parse_tree(name), t_target) for name, a in ours["runs"].items()],
         "partings": partings(answers, next(iter(ours["runs"].values()))),
         "compared_tokens": sum(len(a["tokens"]) for a in answers),
     }  # fmt: skip

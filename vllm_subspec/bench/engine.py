@@ -17,6 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..sizes import GIB, capped
@@ -46,11 +47,11 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     arguments = {**ENGINE_DEFAULTS, **job["engine"]}
     if job["vram"] is not None:
         arguments["gpu_memory_utilization"] = limit_memory(job["vram"])
-    if (job["speculative_config"] or {}).get("method") in NEED_DRAFT:
-        keep_draft_resident()
-    llm = start_engine(job["model"], job["speculative_config"], **arguments)
+    method = (job["speculative_config"] or {}).get("method")
+    with resident_draft() if method in NEED_DRAFT else nullcontext():
+        llm = start_engine(job["model"], job["speculative_config"], **arguments)
     yield {"event": "started", "seconds": time.perf_counter() - started, **machine()}
-    subspec = (job["speculative_config"] or {}).get("method") == "subspec"
+    subspec = method == "subspec"
     if subspec:
         llm.collective_rpc("subspec_time_waits")
     for variant in job["variants"]:
@@ -136,19 +137,22 @@ def spec_decode_counters(llm) -> dict[str, float]:
     return counts
 
 
-def keep_draft_resident() -> None:
-    """Let vLLM's prefetch offloader pass over a draft checkpoint's layers: vLLM 0.32 fails where a second model comes.
+def resident_draft() -> AbstractContextManager[None]:
+    """While an engine starts, let vLLM's prefetch offloader pass over a draft checkpoint's layers.
 
-    Without it vLLM's own methods with a draft checkpoint could not be measured on a model that is offloaded this way.
+    vLLM 0.32 fails where a second model comes. Without this its own methods with a draft checkpoint could not be
+    measured on a model that is offloaded this way.
     """
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
+
+    from ..patching import replaced
 
     wrap = PrefetchOffloader.wrap_modules
 
     def wrap_first_model(self, modules_generator, prefix=""):
         return list(modules_generator) if self.module_offloaders else wrap(self, modules_generator, prefix)
 
-    PrefetchOffloader.wrap_modules = wrap_first_model
+    return replaced(PrefetchOffloader, "wrap_modules", wrap_first_model)
 
 
 def limit_memory(vram: int) -> float:

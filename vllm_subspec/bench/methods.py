@@ -101,7 +101,7 @@ def _swept(settings: Settings) -> list[tuple[str, dict[str, Any], bool]]:
         chosen = dict(zip(settings.sweep, values))
         options = dict(own)
         for key, value in chosen.items():
-            options.update(_tree(value) if key == "tree" else {SWEEPS[key]: value})
+            options.update(zip(SWEEPS[key], parse_tree(value) if key == "tree" else (value,)))
         width, depth = (options[side] for side in SHAPE)
         if not (isinstance(width, int) and isinstance(depth, int) and width > 0 and depth > 0):
             raise ValueError(f"a tree's width and depth are whole numbers above zero, not {width!r} and {depth!r}")
@@ -110,11 +110,16 @@ def _swept(settings: Settings) -> list[tuple[str, dict[str, Any], bool]]:
     return made
 
 
-def _tree(text: Any) -> dict[str, int]:
+def parse_tree(text: Any) -> tuple[int, int]:
+    """Width and depth of ``6x48``.
+
+    Raises:
+        ValueError: another form.
+    """
     match = re.fullmatch(r"(\d+)x(\d+)", str(text))
     if match is None:
         raise ValueError(f"--sweep tree takes WIDTHxDEPTH, as 6x48, not {text!r}")
-    return dict(zip(SHAPE, map(int, match.groups())))
+    return int(match[1]), int(match[2])
 
 
 def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:

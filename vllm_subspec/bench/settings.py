@@ -15,9 +15,9 @@ from . import datasets
 METHODS = ("vanilla", "subspec", "draft_model", "eagle", "eagle3", "ngram")
 NEED_DRAFT = ("draft_model", "eagle", "eagle3")
 SWEEPS = {
-    "tree": "tree_width and tree_depth",
-    "depth": "tree_depth", "width": "tree_width", "draft_temperature": "draft_temperature",
-    "confidence": "confidence_threshold", "group_size": "substitute_group_size",
+    "tree": ("tree_width", "tree_depth"), "depth": ("tree_depth",), "width": ("tree_width",),
+    "draft_temperature": ("draft_temperature",), "confidence": ("confidence_threshold",),
+    "group_size": ("substitute_group_size",),
 }  # fmt: skip
 """Names of --sweep, and the options of method subspec that they set; a tree is WIDTHxDEPTH"""
 
