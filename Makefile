@@ -1,7 +1,7 @@
 # make demo   plain vLLM and subspec side by side, on a small real model
 # make test   the test suite
 # make test-gpu   what of it needs a GPU
-# Both set up .venv on the first run (Python 3.11 or newer, gcc; about 2 GB).
+# All set up .venv on the first run (Python 3.11 or newer, gcc; about 2 GB).
 
 PYTHON ?= python3
 GPU_JOBS ?= 8  # engines on the GPU at a time, a core and 2 to 4 GB of its memory each

@@ -19,7 +19,9 @@ if not has_cuda():  # unit tests run Triton kernels, vLLM's and ours, interprete
     os.environ["SUBSPEC_ON_CPU"] = os.environ["TRITON_INTERPRET"] = "1"
 
 
-FIRST = ("test_confidence", "test_sharing", "test_compiled", "test_flag_off", "test_lossless", "test_fuzz", "test_server")
+FIRST = (
+    "test_confidence", "test_sharing", "test_compiled", "test_flag_off", "test_lossless", "test_fuzz", "test_server",
+)  # fmt: skip
 """Files of few tests that take minutes: begun first, so that files side by side end together"""
 
 

@@ -136,8 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"vllm-subspec: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        extra = "cuda] or .[cpu" if error.name in ("vllm", "torch") else "bench"
-        print(f"vllm-subspec: {error.name} is not installed; pip install '.[{extra}]' in a checkout", file=sys.stderr)
+        extra = "'.[cuda]' (or '.[cpu]')" if error.name in ("vllm", "torch") else "'.[bench]'"
+        print(f"vllm-subspec: {error.name} is not installed; pip install {extra} in a checkout", file=sys.stderr)
         return 1
 
 

@@ -34,7 +34,6 @@ class Rounds:
     def __init__(self, device: torch.device, keep: int = 8192):
         self._on_cuda = device.type == "cuda"
         self._rounds: deque[tuple[str, int, Any, list, list]] = deque(maxlen=keep)
-        self.times_waits = False
         self.waits: list[tuple[Any, Any]] = []
         """Start and end of each timed wait of the step under way"""
 
@@ -83,9 +82,9 @@ def time_waits(rounds: Rounds) -> bool:
     offloader = get_offloader()
     if not isinstance(offloader, PrefetchOffloader):
         return False
-    if rounds.times_waits:
+    if "_wait_for_layer" in vars(offloader):  # timed already
         return True
-    wait, rounds.times_waits = offloader._wait_for_layer, True
+    wait = offloader._wait_for_layer
 
     def timed(layer_idx: int) -> None:
         if torch.cuda.is_current_stream_capturing():
