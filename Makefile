@@ -18,7 +18,8 @@ test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
 
 test-gpu: setup
-	$(BIN)/python -m pytest -q -n $(GPU_JOBS) --maxschedchunk 1 -m "gpu and not alone" --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(GPU_JOBS) tests/test_tree_kernel.py tests/test_quantize.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(GPU_JOBS) --dist worksteal --durations=15 tests/test_gpu.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -q -m "gpu and alone" --durations=5 $(PYTEST_ARGS)
 
 setup: $(VENV)/.done

@@ -5,7 +5,8 @@
 A job is a dictionary: ``model``, ``engine`` (arguments of LLM), ``batches`` (each a list of requests that are sent
 together; a request is ``prompt`` (text, token ids or chat messages) and ``params``), and optionally ``probe``, the
 name of a generator function in probes.py that gets the live in-process engine: it runs to its ``yield`` before the
-batches, and what it returns after them is part of the answer. Jobs of one call share a process: several engines after
+batches, and what it returns after them is part of the answer; and ``vram``, the bytes of the GPU that the process may
+use. Jobs of one call share a process: several engines after
 another in one process are thereby part of every such test.
 """
 
@@ -37,20 +38,24 @@ def environment(in_process: bool, subspec_env: bool) -> dict[str, str]:
     return env
 
 
-def run(jobs: list[dict], in_process: bool = False, subspec_env: bool = False, timeout: int = 5000) -> list[dict]:
+def run(jobs: list[dict], in_process: bool = False, subspec_env: bool = False) -> list[dict]:
     """Run jobs in a fresh Python process.
 
     Args:
         in_process: the engine runs inside that process (faster to start, and probes can reach it)
         subspec_env: set the variables that an in-process engine with subspec needs on CPU; on a GPU it needs none
+
+    Raises:
+        RuntimeError: the process failed, or took so long that it hangs; with the end of what it printed.
     """
     env = environment(in_process, subspec_env)
+    timeout = 300 * len(jobs) if has_cuda() else 5000
     with tempfile.TemporaryDirectory() as directory:
         asked, answered = Path(directory) / "jobs.json", Path(directory) / "answers.json"
         asked.write_text(json.dumps(jobs))
         done = subprocess.run(
-            [sys.executable, str(HERE / "engine.py"), str(asked), str(answered)],
-            env=env, timeout=timeout, capture_output=True, text=True,
+            [sys.executable, str(HERE / "engine.py"), str(asked), str(answered), str(timeout)],
+            env=env, capture_output=True, text=True,
         )  # fmt: skip
         if not answered.exists():
             raise RuntimeError(f"the engine process failed:\n{done.stdout[-3000:]}\n{done.stderr[-8000:]}")
@@ -92,6 +97,10 @@ def answer(job: dict) -> dict:
 
     from vllm import LLM
 
+    if "vram" in job:
+        from vllm_subspec.bench.engine import limit_memory
+
+        limit_memory(job["vram"])
     arguments = dict(dtype="float32", max_model_len=512, max_num_seqs=8, enforce_eager=True, disable_log_stats=False)
     arguments.update(job.get("engine", {}))
     if "tokenizer" not in arguments and not list(Path(job["model"]).glob("tokenizer*")):
@@ -158,6 +167,9 @@ def answer(job: dict) -> dict:
 
 
 if __name__ == "__main__":
+    import faulthandler
+
     sys.path.insert(0, str(HERE))
+    faulthandler.dump_traceback_later(int(sys.argv[3]), exit=True)
     answers = [answer(job) for job in json.loads(Path(sys.argv[1]).read_text())]
     Path(sys.argv[2]).write_text(json.dumps(answers))

@@ -5,8 +5,12 @@ Starting an engine is most of a test's time, so each starts as few as it can, an
 
 from __future__ import annotations
 
+import json
+import os
+
 import engine
 import pytest
+from filelock import FileLock
 from prompts import requests
 from test_lossless import tau, tokens
 
@@ -30,6 +34,30 @@ def offloaded_job(model: str, max_tokens: int, count: int | None, **engine_args)
     return {"model": model, "engine": {**GPU, **engine_args}, "batches": batches}
 
 
+@pytest.fixture(scope="session")
+def float32_job(smollm2) -> dict:
+    """Three greedy and three sampled requests, in float32: the same for several tests (see `plain_float32`)."""
+    job = offloaded_job(smollm2, 64, 6, dtype="float32", **{**PREFETCH, "max_model_len": 2048})
+    for i, (request,) in enumerate(job["batches"][3:]):
+        request["params"] |= {"temperature": 0.8, "top_p": 0.95, "seed": i}
+    return job
+
+
+@pytest.fixture(scope="session")
+def plain_float32(float32_job, tmp_path_factory):
+    """A function that returns plain vLLM's tokens for `float32_job`: one process asks, the others read the answer."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    path = tmp_path_factory.getbasetemp().parent / f"plain-float32-{run}.json"
+
+    def answer() -> list:
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_text(json.dumps(tokens(*engine.plain([float32_job]))))
+        return json.loads(path.read_text())
+
+    return answer
+
+
 def deficits(model: str, prompts: list[list[int]], answers: list[list[int]]) -> list[float]:
     """Of every answered token, how far the target's logit for it is below its largest there.
 
@@ -48,7 +76,7 @@ def deficits(model: str, prompts: list[list[int]], answers: list[list[int]]) -> 
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, DEFAULTS], ids=["triton", "defaults"])
+@pytest.mark.parametrize("settings", [DEFAULTS, {}], ids=["defaults", "triton"])
 def test_every_token_is_within_rounding_of_the_targets_argmax(smollm2, settings):
     """Catches: a wrong mask, slot, position or commit in the kernels: it shows as a token the target would not emit.
 
@@ -99,12 +127,10 @@ def test_no_kernel_is_compiled_for_a_request(smollm2):
     assert all(before.values()) and after == before
 
 
-def test_early_ends_cost_no_token(smollm2):
+def test_early_ends_cost_no_token(float32_job, plain_float32):
     """Catches: a level that the GPU had not finished taken for the last; rows of an earlier draft in the tree."""
-    job = offloaded_job(smollm2, 64, 3, dtype="float32", **PREFETCH)
-    (plain,) = engine.plain([job])
-    (ours,) = engine.subspec([job], confidence_threshold=0.3)
-    assert tokens(ours) == tokens(plain)
+    (ours,) = engine.subspec([float32_job], confidence_threshold=0.3)
+    assert tokens(ours) == plain_float32()
     assert min(r["tree_size"] for r in ours["rounds"] if r["tree_size"] > 1) < 100
     assert tau(ours) > 3.0
 
@@ -120,33 +146,19 @@ def test_eager_engines_capture_the_draft(smollm2):
     assert tau(answer) > 3.0
 
 
-def test_a_tree_larger_than_vllms_warm_up_has_room_for(smollm2):
+def test_a_tree_larger_than_vllms_warm_up_has_room_for(float32_job, plain_float32):
     """Catches: warm-up writing beyond the block table of its request: an illegal memory access."""
-    job = offloaded_job(smollm2, 60, 2, dtype="float32", **{**PREFETCH, "max_model_len": 2048})
-    (plain,) = engine.plain([job])
-    (ours,) = engine.subspec([job], tree_width=24)
-    assert tokens(ours) == tokens(plain)
-    assert tau(ours) > 3.0
-
-
-def test_float32_answers_equal_plain_vllm(smollm2):
-    """Catches: what bfloat16's rounding hides, greedy and sampled."""
-    job = offloaded_job(smollm2, 64, 6, dtype="float32", **PREFETCH)
-    for i, (request,) in enumerate(job["batches"][3:]):
-        request["params"] |= {"temperature": 0.8, "top_p": 0.95, "seed": i}
-    (plain,) = engine.plain([job])
-    (ours,) = engine.subspec([job])
-    assert tokens(ours) == tokens(plain)
+    (ours,) = engine.subspec([float32_job], tree_width=24)
+    assert tokens(ours) == plain_float32()
     assert tau(ours) > 3.0
 
 
 @pytest.mark.parametrize("step", ABLATION)
-def test_every_step_of_the_ablation_answers_as_plain_vllm(smollm2, step):
-    """Catches: private KV in the wrong slots, a captured draft on the shared cache, layers used before they came."""
-    job = offloaded_job(smollm2, 48, 3, dtype="float32", **PREFETCH)
-    (plain,) = engine.plain([job])
-    (ours,) = engine.subspec([job], **ABLATION[step])
-    assert tokens(ours) == tokens(plain)
+def test_every_step_of_the_ablation_answers_as_plain_vllm(float32_job, plain_float32, step):
+    """Catches: what bfloat16's rounding hides, greedy and sampled (the last step is the method); private KV in the
+    wrong slots, a captured draft on the shared cache, layers used before they came."""
+    (ours,) = engine.subspec([float32_job], **ABLATION[step])
+    assert tokens(ours) == plain_float32()
     assert tau(ours) > 3.0
 
 

@@ -59,10 +59,13 @@ def test_group_size_divides_the_input(size, expected):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 6, 33])
-def test_the_4_bit_kernel_multiplies_by_exactly_the_quantized_values(vllm_parameters, dtype, rows):
-    """Catches: a packing in the wrong order, zero-points or scales of another group, a kernel that rounds them."""
+def test_the_4_bit_kernel_multiplies_by_exactly_the_quantized_values(vllm_parameters, monkeypatch, dtype, rows):
+    """Catches: a packing in the wrong order, zero-points or scales of another group, a kernel that rounds them; rows
+    lost or exchanged where large weights are worked on in slices."""
     from vllm_subspec.substitute import linear
+    from vllm_subspec.substitute import quantize as module
 
+    monkeypatch.setattr(module, "MAX_WEIGHTS", 33 * 192)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(3)
     q = quantize((torch.randn(160, 192, device=device) * 0.05).to(dtype), 4, 64)
@@ -79,3 +82,23 @@ def test_the_4_bit_kernel_multiplies_by_exactly_the_quantized_values(vllm_parame
     unit[0, 77] = 1
     read = linear.KernelMethod(kernel, config, q).apply(None, unit)[0]
     torch.testing.assert_close(read, q.dequantize()[:, 77], rtol=eps, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(37888, 3584), (3584, 18944), (4608, 3584)], ids=["gate_up", "down", "qkv"])
+def test_making_a_substitute_takes_no_more_than_planned(vllm_parameters, shape):
+    """Catches: copies of a whole weight while it is quantized or packed: out of memory on the card that was planned."""
+    from types import SimpleNamespace
+
+    from vllm_subspec.plan.memory import Run, quantization_bytes
+    from vllm_subspec.substitute import linear
+
+    stored = torch.randn(shape, device="cuda").mul_(0.02).bfloat16().cpu()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    q = quantize(stored.cuda(), 4, 64)
+    linear.KernelMethod(linear.KERNELS["cuda"], linear._kernel_config(q), q)
+    taken = torch.cuda.max_memory_allocated() - before
+    planned = quantization_bytes(SimpleNamespace(linears={"": shape}), Run())
+    print(f"{shape}: {taken / 2**20:.0f} MiB, planned {planned / 2**20:.0f}")
+    assert taken <= 1.05 * planned

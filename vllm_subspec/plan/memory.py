@@ -188,10 +188,8 @@ def tree_bytes(model: Model, run: Run) -> int:
 def quantization_bytes(layer: Layer, run: Run) -> int:
     """The most that making one substitute takes, for the layer's largest linear of n weights.
 
-    Either while HQQ runs (the weight, its codes in bytes, HQQ's own copies of the rows under work), or while the codes
-    are packed (the weight, its codes in bytes and in int32, the packed result and two temporaries of its size).
+    While HQQ runs: the weight, its codes in bytes, HQQ's own copies of the rows under work. Packing, which comes
+    after, takes less: the codes, and three times half a byte a weight while Marlin turns and repacks them.
     """
     n = max(outputs * inputs for outputs, inputs in layer.linears.values())
-    quantizing = (run.itemsize + 1) * n + HQQ_BYTES * min(n, MAX_WEIGHTS)
-    packing = (run.itemsize + 1 + 4) * n + 3 * n // 2
-    return max(quantizing, packing)
+    return (run.itemsize + 1) * n + HQQ_BYTES * min(n, MAX_WEIGHTS)

@@ -13,7 +13,7 @@ from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMPa
 from vllm.scalar_type import scalar_types
 
 from .model import linears_to_substitute, shallow_copy
-from .quantize import QuantizedWeight, fitting_group_size, quantize
+from .quantize import QuantizedWeight, fitting_group_size, quantize, slices
 
 logger = init_logger("vllm.subspec.substitute")
 
@@ -37,9 +37,9 @@ def make_substitutes(model: torch.nn.Module, spec, device: torch.device) -> dict
     chosen = linears_to_substitute(model, spec.substitute_layers)
     try:
         for name, linear in chosen.items():
-            weight = linear.weight.data.to(device)
-            group_size = fitting_group_size(spec.substitute_group_size, weight.shape[1])
-            substitutes[name] = substitute_linear(linear, quantize(weight, spec.substitute_bits, group_size))
+            group_size = fitting_group_size(spec.substitute_group_size, linear.weight.shape[1])
+            quantized = quantize(linear.weight.data.to(device), spec.substitute_bits, group_size)
+            substitutes[name] = substitute_linear(linear, quantized)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"subspec: no GPU memory is left for the 4-bit substitutes after {len(substitutes)} of {len(chosen)}; "
@@ -109,10 +109,14 @@ def _packed(quantized: QuantizedWeight) -> torch.nn.Module:
     """The weight in the layout of compressed-tensors, from which every vLLM kernel repacks into its own."""
     layout = {"input_dim": 1, "output_dim": 0, "weight_loader": None}
     pack = lambda t, dim: pack_quantized_values_into_int32(t.int(), scalar_types.uint4, dim)  # noqa: E731
+    codes = quantized.codes
+    packed = torch.empty(codes.shape[0], codes.shape[1] // 8, dtype=torch.int32, device=codes.device)
+    for rows in slices(codes):  # four bytes a code while it is packed
+        packed[rows] = pack(codes[rows], 1)
     packing = {"packed_factor": 8, **layout}
     weights = torch.nn.Module()
     weights.bias = None
-    weights.weight_packed = PackedvLLMParameter(data=pack(quantized.codes, 1), packed_dim=1, **packing)
+    weights.weight_packed = PackedvLLMParameter(data=packed, packed_dim=1, **packing)
     weights.weight_scale = GroupQuantScaleParameter(data=quantized.scales, **layout)
     weights.weight_zero_point = PackedvLLMParameter(data=pack(quantized.zeros, 0), packed_dim=0, **packing)
     return weights

@@ -47,10 +47,22 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
         weight: [out, in], any floating dtype, on the device where the work is to be done
         bits: 4
         group_size: divides ``in``
+
+    Besides the weight and the result it needs memory for `MAX_WEIGHTS` weights at a time.
     """
+    out_size, in_size = weight.shape
+    make = lambda columns, dtype: torch.empty(out_size, columns, dtype=dtype, device=weight.device)  # noqa: E731
+    groups = in_size // group_size
+    result = QuantizedWeight(make(in_size, torch.uint8), make(groups, weight.dtype), make(groups, torch.uint8))
+    for rows in slices(weight):
+        result.codes[rows], result.scales[rows], result.zeros[rows] = _quantize_rows(weight[rows], bits, group_size)
+    return result
+
+
+def slices(weight: torch.Tensor) -> list[slice]:
+    """Rows of a weight that are worked on at once: at most `MAX_WEIGHTS` weights, or one row."""
     rows = max(1, MAX_WEIGHTS // weight.shape[1])
-    parts = [_quantize_rows(part, bits, group_size) for part in weight.split(rows)]
-    return QuantizedWeight(*(torch.cat(tensors) for tensors in zip(*parts)))
+    return [slice(start, start + rows) for start in range(0, weight.shape[0], rows)]
 
 
 def _quantize_rows(weight: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
