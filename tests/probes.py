@@ -230,12 +230,10 @@ def compiled(llm):
 
 
 def eager(llm):
-    """Whether the draft is a graph, and each round's waits for streamed layers beside its verification, in seconds."""
+    """Whether the draft is a graph, and whether rounds tell their waits for streamed layers from now on."""
     timed = llm.collective_rpc("subspec_time_waits")
     yield
-    rounds = llm.collective_rpc("subspec_rounds")[0]
-    waits = [[r["wait_seconds"], r["verify_seconds"]] for r in rounds if r["tree_size"] > 1]
-    return {"captured": runner_of(llm).speculator.graph is not None, "timed": timed, "waits": waits}
+    return {"captured": runner_of(llm).speculator.graph is not None, "timed": timed}
 
 
 def warmed_up(llm):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import engine
 import pytest
@@ -87,8 +88,10 @@ def test_every_token_is_within_rounding_of_the_targets_argmax(smollm2, settings)
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     job = offloaded_job(smollm2, 96, None, **PREFETCH, **settings)
-    (plain,) = engine.plain([job])
-    (ours,) = engine.subspec([job])
+    with ThreadPoolExecutor() as pool:  # most of this test's time is two engines that compile
+        plain = pool.submit(engine.plain, [job])
+        (ours,) = engine.subspec([job])
+        (plain,) = plain.result()
     prompts = [
         list(tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False))
         if isinstance(r["prompt"], list)
@@ -141,8 +144,8 @@ def test_eager_engines_capture_the_draft(smollm2):
     job = {**offloaded_job(smollm2, 48, 1, enforce_eager=True, **PREFETCH), "probe": "eager"}
     (answer,) = engine.subspec([job])
     assert answer["probe"]["captured"] and answer["probe"]["timed"] == [True]
-    assert answer["probe"]["waits"]
-    assert all(0 < wait < verify for wait, verify in answer["probe"]["waits"])
+    rounds = [r for r in answer["rounds"] if r["tree_size"] > 1]
+    assert all(0 < r["wait_seconds"] < r["verify_seconds"] for r in rounds)
     assert tau(answer) > 3.0
 
 

@@ -66,6 +66,7 @@ class SubSpecWorker(SubSpecWorkerMixin, Worker):
             times = super().compile_or_warm_up_model()
         if self.model_config.enforce_eager:  # vLLM captures nothing then; the draft is one graph a pass all the same
             self.model_runner.speculator.capture()
+        self.model_runner.rounds.take()  # those of vLLM's warm-up are nobody's
         return times
 
     def _make_model_runner(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 Rows = list[dict[str, Any]]
 Colors = dict[str, Any]
 DPI = 130
+LEGEND_INCHES = 2.3
+"""Width of a legend's column: the longest names are those of the ablation's steps"""
 
 
 def draw_all(summary: Rows, out: Path) -> list[str]:
@@ -58,7 +61,8 @@ def _clean(axes: Axes) -> None:
 
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), frameon=False, fontsize=9)
+    columns = max(1, min(len(labels), int(figure.get_figwidth() // LEGEND_INCHES)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def speed(figure: Figure, rows: Rows, colors: Colors) -> bool:
@@ -93,8 +97,13 @@ def tau_histogram(figure: Figure, rows: Rows, colors: Colors) -> bool:
     if not rows:
         return False
     longest = max(int(n) for r in rows for n in r["pass_tokens"])
-    figure.set_size_inches(7, 1.0 + 1.5 * len(rows))
-    for axes, r in zip(figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0], rows):
+    columns = 1 if len(rows) <= 5 else 2
+    lines = -(-len(rows) // columns)
+    figure.set_size_inches(2 + 5 * columns, 1.0 + 1.5 * lines)
+    grid = figure.subplots(lines, columns, sharex=True, squeeze=False)
+    for axes in grid.flat[len(rows) :]:
+        axes.set_visible(False)
+    for axes, r in zip(grid.flat, rows):
         total = sum(r["pass_tokens"].values())
         axes.bar([int(n) for n in r["pass_tokens"]], [c / total for c in r["pass_tokens"].values()], 0.9,
                  color=colors[r["method"]])  # fmt: skip
@@ -103,7 +112,7 @@ def tau_histogram(figure: Figure, rows: Rows, colors: Colors) -> bool:
         axes.set_ylabel("share of\npasses", fontsize=8)
         axes.set_xlim(0.3, longest + 0.7)
         _clean(axes)
-    axes.set_xlabel("tokens a pass emits (accepted and bonus)")
+    figure.supxlabel("tokens a pass emits (accepted and bonus)", fontsize=10)
     figure.suptitle("Tokens per target pass")
     return True
 
@@ -152,7 +161,8 @@ def shares(figure: Figure, rows: Rows, colors: Colors) -> bool:
         floor = [a + b for a, b in zip(floor, heights)]
     shapes = ("tree=", "depth=", "width=")
     extra = [" ".join(part for part in r["method"].split()[1:] if not part.startswith(shapes)) for r in rows]
-    axes.set_xticks(range(len(rows)), [f"{r['tree'][0]} x {r['tree'][1]}\n{e}".strip() for r, e in zip(rows, extra)])
+    names = [f"{r['tree'][0]} x {r['tree'][1]}\n{textwrap.fill(e, 12)}".strip() for r, e in zip(rows, extra)]
+    axes.set_xticks(range(len(rows)), names, fontsize=9)
     axes.set(xlabel="tree width x depth", ylabel="share of decoding time", ylim=(0, 1))
     _clean(axes)
     _legend(figure, axes)
@@ -165,7 +175,7 @@ def formula(figure: Figure, rows: Rows, colors: Colors) -> bool:
     rows = [r for r in rows if r["benchmark"] != ALL and r["formula_speedup"] and r["speedup"]]
     if not rows:
         return False
-    figure.set_size_inches(5.2, 5.2)
+    figure.set_size_inches(6.2, 5.2 + 0.1 * len(_methods(rows)))
     axes, markers = figure.add_subplot(), "osD^vP*Xh"
     benchmarks = list(dict.fromkeys(r["benchmark"] for r in rows))
     for r in rows:
