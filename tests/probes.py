@@ -218,8 +218,9 @@ def compiled(llm):
     """How many variants of each of our kernels there are, before and after the requests."""
     from vllm_subspec.attention import tree_kernel
     from vllm_subspec.kv import move_kernel
+    from vllm_subspec.noise import _noise_kernel
 
-    kernels = [tree_kernel._attention_kernel, tree_kernel._combine_kernel, move_kernel._move_kernel]
+    kernels = [tree_kernel._attention_kernel, tree_kernel._combine_kernel, move_kernel._move_kernel, _noise_kernel]
 
     def variants():
         return {kernel.fn.__name__: sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels}

@@ -126,7 +126,7 @@ def test_no_kernel_is_compiled_for_a_request(smollm2):
     job = {**offloaded_job(smollm2, 70, 2, **PREFETCH), "probe": "compiled"}
     (answer,) = engine.subspec([job])
     before, after = answer["probe"]
-    assert set(before) == {"_attention_kernel", "_combine_kernel", "_move_kernel"}
+    assert set(before) == {"_attention_kernel", "_combine_kernel", "_move_kernel", "_noise_kernel"}
     assert all(before.values()) and after == before
 
 

@@ -102,6 +102,7 @@ class SubSpecRunner:
         self.speculator.model = make_draft(self.model, substitutes, self.device)
         self.model_state.prepare_attn = self._with_tree_metadata(self.model_state.prepare_attn)
         self.rejection_sampler = Verifier(self._verify)
+        self.speculator.noise.attach(self.sampler)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """vLLM's memory profile of sampling, with the logits of a whole tree: KV cache must not take their place."""
@@ -163,6 +164,10 @@ class SubSpecRunner:
                 group.block_table.copy_(table[0])
                 group.node_slots[: 1 + num_drafts] = slots[: 1 + num_drafts]
                 group.node_slots[1 + num_drafts :] = -1
+            states = self.sampler.sampling_states
+            self.speculator.sampled = bool(states.temperature.np[input_batch.idx_mapping_np[0]])
+            if self.speculator.sampled:
+                self.speculator.noise.read(states, input_batch.idx_mapping[:1])
             tree = self.speculator.draft(input_batch.input_ids[0], input_batch.positions[0], num_drafts)
         except Exception:
             self._warn("Drafting failed; requests go on by plain decoding")

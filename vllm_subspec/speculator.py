@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from .attention.impl import warm_up
 from .attention.metadata import KVGroup, TreeMetadata, tree_metadata
 from .kv.move_kernel import move_kv
+from .noise import SamplingNoise
 from .tree import TokenTree, grow
 
 logger = init_logger("vllm.subspec.speculator")
@@ -50,6 +52,9 @@ class SubSpecSpeculator(BaseSpeculator):
         self.max_keys: int = vllm_config.model_config.max_model_len
         self.model: torch.nn.Module | None = None  # the draft; set when the target is loaded
         self.groups: list[KVGroup] = []  # set when the KV cache is there
+        self.noise = SamplingNoise(device)
+        self.sampled = False
+        """Whether the request that is drafted for samples, by `noise`"""
         self.context_len = torch.zeros((), dtype=torch.int64, device=device)
         self._best = torch.zeros((), pin_memory=device.type == "cuda")  # a score of the last levels, on the host
         self._placeholders = torch.zeros(
@@ -68,7 +73,7 @@ class SubSpecSpeculator(BaseSpeculator):
                 f"subspec: a tree of {width} x {depth} has more than the configured {self.max_nodes} nodes"
             )
         self.tree_width, self.tree_depth = width, depth
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: dict[bool, torch.cuda.CUDAGraph] | None = None  # by `sampled`
         self.tree = TokenTree.empty(1 + width * depth, self.device)
         self.leaves = torch.zeros(width, dtype=torch.int64, device=self.device)
         self.scores = torch.zeros(width, device=self.device)
@@ -114,7 +119,7 @@ class SubSpecSpeculator(BaseSpeculator):
         self.drafted, levels, passed = num_nodes, -(-num_nodes // k), []
         for level in range(levels):
             if self.graph is not None:
-                self.graph.replay()
+                self.graph[self.sampled].replay()
             else:
                 self.step(num_keys=1 + k * level)
             if self.least_score is not None and level + 1 < levels and self._gives_up(passed):
@@ -146,7 +151,9 @@ class SubSpecSpeculator(BaseSpeculator):
             num_keys: nodes 0 .. num_keys - 1 may have KV; more than there are costs time only
         """
         logits = self.forward(self.tree.first(num_keys))
-        scores = grow(self.tree, self.leaves, self.scores, logits, self.new, self.draft_temperature)
+        positions = self.context_len + self.tree.depths[self.leaves]
+        noise = partial(self.noise.add, positions=positions) if self.sampled else None
+        scores = grow(self.tree, self.leaves, self.scores, logits, self.new, self.draft_temperature, noise)
         self.scores.copy_(scores)
         self.leaves.copy_(self.new)
         self.new += self.tree_width
@@ -189,18 +196,13 @@ class SubSpecSpeculator(BaseSpeculator):
         pass
 
     def capture(self) -> None:
-        """Capture one draft step, and compile what verification needs. The KV cache must be in place."""
+        """Capture one draft step of both kinds, and compile what verification needs. The KV cache must be in place."""
         for group in self.groups:
             group.block_table.zero_()  # block 0 belongs to no request
             group.node_slots.fill_(-1)
         self.draft(self.tree.tokens[0], self.context_len.zero_(), num_nodes=0)
-        for _ in range(WARM_UPS):
-            self.step(len(self.tree))
-            self.new.copy_(self._first_level)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step(len(self.tree))
-        self.graph = graph
+        greedy = self._captured_step(sampled=False)
+        self.graph = {False: greedy, True: self._captured_step(sampled=True, pool=greedy.pool())}
         context = self.vllm_config.compilation_config.static_forward_context
         metadata = self.verification_metadata(self.tree)
         warm_up([context[name] for name in metadata], metadata)
@@ -209,3 +211,14 @@ class SubSpecSpeculator(BaseSpeculator):
             caches = [context[name].kv_cache for name in group.layer_names]
             move_kv(caches, group.block_table, self.context_len, nowhere, nowhere[0].int())
         logger.info("Captured the draft step: width %d", self.tree_width)
+
+    def _captured_step(self, sampled: bool, pool: Any = None) -> torch.cuda.CUDAGraph:
+        """One draft step for a greedy or a sampled request. Steps that share a memory pool never run side by side."""
+        self.sampled = sampled
+        for _ in range(WARM_UPS):
+            self.step(len(self.tree))
+            self.new.copy_(self._first_level)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self.step(len(self.tree))
+        return graph

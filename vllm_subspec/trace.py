@@ -21,7 +21,8 @@ class TracedRound:
     parents: list[int]
     depths: list[int]
     draft_logprobs: list[float]
-    """The draft's log-probability of each node after its parent, at the draft temperature; the root's is 0"""
+    """The draft's log-probability of each node after its parent, at the draft temperature and, of a sampled request,
+    with the sampler's noise; the root's is 0"""
     target_tokens: list[int]
     """The target's likeliest token after each node"""
     target_probs: list[float]

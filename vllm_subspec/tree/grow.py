@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .token_tree import TokenTree
@@ -14,6 +16,7 @@ def grow(
     logits: torch.Tensor,
     new: torch.Tensor,
     draft_temperature: float,
+    noise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Give the tree its next level: the k best continuations of all current leaves.
 
@@ -27,13 +30,20 @@ def grow(
         logits: [r, vocabulary], the draft's logits after each leaf
         new: [k] int64, node ids that the new level takes
         draft_temperature: T_d
+        noise: of a sampled request: makes of the logits those of at least k tokens with the noise of the target's
+            sampler, [r, c], and the tokens, [r, c] (see `SamplingNoise`)
 
     Returns:
         [k] float32, the scores of the new level.
     """
     k = new.shape[0]
+    candidates = None
+    if noise is not None:
+        logits, candidates = noise(logits)
     log_q = torch.log_softmax(logits.float() / draft_temperature, dim=-1)
     log_q, tokens = log_q.topk(k, dim=-1)  # [r, k] each
+    if candidates is not None:
+        tokens = candidates.gather(1, tokens)
     scores, best = (scores[:, None] + log_q).flatten().topk(k)  # the k best of r*k candidates
     parents = leaves[best // k]
 
