@@ -6,8 +6,7 @@ A job is a dictionary: ``model``, ``engine`` (arguments of LLM), ``batches`` (ea
 together; a request is ``prompt`` (text, token ids or chat messages) and ``params``), and optionally ``probe``, the
 name of a generator function in probes.py that gets the live in-process engine: it runs to its ``yield`` before the
 batches, and what it returns after them is part of the answer; and ``vram``, the bytes of the GPU that the process may
-use. Jobs of one call share a process: several engines after
-another in one process are thereby part of every such test.
+use. Jobs of one call share a process: several engines after another in one process are thereby part of every such test.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class SubSpecRunner:
             )
         if isinstance(get_offloader(), UVAOffloader):
             logger.info(
-                "Weights are read from CPU memory in place (uva), which makes a tree cost about 1.5 passes. "
+                "Weights are read from CPU memory in place (uva), which makes a tree cost about 1.7 passes. "
                 "--offload-group-size 1 instead of --cpu-offload-gb streams them ahead, and a tree costs one pass"
             )
         if not self.speculative_config.share_kv:

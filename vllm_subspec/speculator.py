@@ -151,8 +151,7 @@ class SubSpecSpeculator(BaseSpeculator):
             num_keys: nodes 0 .. num_keys - 1 may have KV; more than there are costs time only
         """
         logits = self.forward(self.tree.first(num_keys))
-        positions = self.context_len + self.tree.depths[self.leaves]
-        noise = partial(self.noise.add, positions=positions) if self.sampled else None
+        noise = partial(self.noise.add, positions=self._leaf_positions()) if self.sampled else None
         scores = grow(self.tree, self.leaves, self.scores, logits, self.new, self.draft_temperature, noise)
         self.scores.copy_(scores)
         self.leaves.copy_(self.new)
@@ -173,9 +172,12 @@ class SubSpecSpeculator(BaseSpeculator):
         with context, self._own_kernels():
             hidden = self.model(
                 input_ids=self.tree.tokens[self.leaves].int(),
-                positions=self.context_len + self.tree.depths[self.leaves],
+                positions=self._leaf_positions(),
             )
             return self.model.compute_logits(hidden)
+
+    def _leaf_positions(self) -> torch.Tensor:
+        return self.context_len + self.tree.depths[self.leaves]
 
     def _own_kernels(self) -> ExitStack:
         """On CUDA, vLLM's fused kernels for what the compiled target leaves to its compiler."""
@@ -201,8 +203,8 @@ class SubSpecSpeculator(BaseSpeculator):
             group.block_table.zero_()  # block 0 belongs to no request
             group.node_slots.fill_(-1)
         self.draft(self.tree.tokens[0], self.context_len.zero_(), num_nodes=0)
-        greedy = self._captured_step(sampled=False)
-        self.graph = {False: greedy, True: self._captured_step(sampled=True, pool=greedy.pool())}
+        sampled = self._captured_step(sampled=True)  # greedy last: what `draft` is for unless told
+        self.graph = {True: sampled, False: self._captured_step(sampled=False, pool=sampled.pool())}
         context = self.vllm_config.compilation_config.static_forward_context
         metadata = self.verification_metadata(self.tree)
         warm_up([context[name] for name in metadata], metadata)
