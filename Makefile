@@ -4,7 +4,7 @@
 # All set up .venv on the first run (Python 3.11 or newer, gcc; about 2 GB).
 
 PYTHON ?= python3
-GPU_JOBS ?= 8  # engines on the GPU at a time, a core and 2 to 4 GB of its memory each
+GPU_JOBS ?= 12  # engines on the GPU at a time, a core and 2 to 4 GB of its memory each
 VENV := .venv
 JOBS ?= 2  # test files at a time; an engine each, of one thread and a few GB
 BIN := $(VENV)/bin
@@ -18,8 +18,7 @@ test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
 
 test-gpu: setup
-	$(BIN)/python -m pytest -q -n $(GPU_JOBS) tests/test_tree_kernel.py tests/test_quantize.py $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(GPU_JOBS) --dist worksteal --durations=15 tests/test_gpu.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(GPU_JOBS) --maxschedchunk=1 --durations=15 -m "(gpu or kernels) and not alone" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -q -m "gpu and alone" --durations=5 $(PYTEST_ARGS)
 
 setup: $(VENV)/.done

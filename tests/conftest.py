@@ -20,7 +20,8 @@ if not has_cuda():  # unit tests run Triton kernels, vLLM's and ours, interprete
 
 
 FIRST = (
-    "test_confidence", "test_sharing", "test_compiled", "test_flag_off", "test_lossless", "test_fuzz", "test_server",
+    "test_gpu", "test_confidence", "test_sharing", "test_compiled", "test_flag_off", "test_lossless", "test_fuzz",
+    "test_server",
 )  # fmt: skip
 """Files of few tests that take minutes: begun first, so that files side by side end together"""
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytestmark = pytest.mark.kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -7,6 +7,8 @@ import torch
 
 from vllm_subspec.substitute.quantize import fitting_group_size, quantize
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape,group", [((48, 128), 64), ((7, 96), 32)])

@@ -12,6 +12,8 @@ from vllm_subspec.attention.tree_kernel import paged_tree_attention
 from vllm_subspec.attention.tree_torch import tree_attention
 from vllm_subspec.kv.move_kernel import move_kv
 
+pytestmark = pytest.mark.kernels
+
 WHOLE, SPLIT, MANY = 1, 600, 1 << 20  # values of max_keys: one split, about five, and as many as are ever made
 PAGE = 16
 
