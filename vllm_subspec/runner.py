@@ -27,6 +27,7 @@ from .substitute.linear import make_substitutes
 from .substitute.model import make_draft
 from .support import LEAVE_OUT
 from .tree import TokenTree
+from .uva import copy_before_use
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,6 +96,7 @@ class SubSpecRunner:
                 "Weights are read from CPU memory in place (uva), which makes a tree cost about 1.7 passes. "
                 "--offload-group-size 1 instead of --cpu-offload-gb streams them ahead, and a tree costs one pass"
             )
+        copy_before_use(self.model)
         if not self.speculative_config.share_kv:
             substitutes |= private_attention(self.model, self.compilation_config.static_forward_context)
         if not self.speculative_config.async_transfer:

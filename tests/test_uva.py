@@ -1,0 +1,80 @@
+"""Weights in CPU memory are copied to the GPU before use: each pass streams them once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_subspec import uva
+
+
+@pytest.fixture
+def linears(vllm_parameters, monkeypatch):
+    """vLLM linears, of which the first two claim to lie in CPU memory."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.utils import default_unquantized_gemm
+
+    with set_current_vllm_config(VllmConfig()):
+        model = torch.nn.ModuleList(
+            [
+                ReplicatedLinear(8, 12, bias=False, params_dtype=torch.float32),
+                ReplicatedLinear(8, 5, bias=True, params_dtype=torch.float32),
+                ReplicatedLinear(8, 5, bias=False, params_dtype=torch.float32),
+            ]
+        )
+    for linear in model:
+        monkeypatch.setattr(linear.quant_method, "_gemm_impl", default_unquantized_gemm)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.data)
+    for linear in model[:2]:
+        linear.weight._vllm_is_uva_offloaded = True
+    uva.copy_before_use(model)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_read_copies(linears, monkeypatch, compiled):
+    """Catches: a tree that streams weights more than once; a copy of another linear's weight; a compiled model that
+    multiplies by what the buffer held before."""
+    read = []
+    product = torch.nn.functional.linear
+    monkeypatch.setattr(uva.torch.nn.functional, "linear", lambda x, w, b: read.append(w.data_ptr()) or product(x, w, b))
+    forward = lambda x: [linear(x)[0] for linear in linears[:2]]  # noqa: E731
+    if compiled:
+        forward = torch.compile(forward, fullgraph=True, dynamic=True, backend="eager")
+    for rows in (1, 289):
+        x = torch.randn(rows, 8)
+        read.clear()
+        for linear, out in zip(linears, forward(x)):
+            torch.testing.assert_close(out, product(x, linear.weight, linear.bias))
+        assert read == [linear.quant_method.copy.data_ptr() for linear in linears[:2]]
+
+
+def test_one_buffer_for_all_and_none_for_resident_weights(linears):
+    """Catches: a second copy of the model on a GPU that it does not fit on; resident weights copied."""
+    methods = [linear.quant_method for linear in linears[:2]]
+    assert len({m.copy.untyped_storage().data_ptr() for m in methods}) == 1
+    assert methods[0].copy.untyped_storage().nbytes() == 12 * 8 * 4
+    assert not isinstance(linears[2].quant_method, uva.CopiedWeightMethod)
+    uva.copy_before_use(linears[2:])
+    assert not isinstance(linears[2].quant_method, uva.CopiedWeightMethod)
+
+
+def test_other_products_are_left_as_they_are(linears, monkeypatch):
+    """Catches: a user's --linear-backend replaced."""
+    linear = linears[2]
+    linear.weight._vllm_is_uva_offloaded = True
+    monkeypatch.setattr(linear.quant_method, "_gemm_impl", lambda layer, x, weight, bias: x)
+    uva.copy_before_use(linears)
+    assert not isinstance(linear.quant_method, uva.CopiedWeightMethod)
+
+
+def test_nothing_is_kept_for_models_that_are_gone(vllm_parameters):
+    """Catches: a buffer that outlives its engine."""
+    weight, buffer = torch.ones(4, 4), torch.empty(64, dtype=torch.uint8)
+    method = uva.CopiedWeightMethod(weight, buffer)
+    assert weight.data_ptr() in uva.COPIES
+    del method
+    assert weight.data_ptr() not in uva.COPIES
