@@ -185,22 +185,26 @@ def test_example_runs_resolve(path):
 # --- methods
 
 
-def test_trees_of_a_sweep_share_an_engine_configured_for_the_largest():
-    """Catches: an engine too small for one of its trees, one engine a tree, a swept option that is not set."""
-    made = settings.resolve(
-        None, {"sweep": {"depth": [8, 16], "draft_temperature": [0.2, 1.0]}, "subspec": {"tree_width": 4}}
-    )
+def test_drafts_of_a_sweep_share_an_engine_configured_for_the_largest():
+    """Catches: an engine too small for one of its trees, one engine a tree, a swept option that is not set, or that
+    stays for the variants after."""
+    sweep = {"depth": [8, 16], "draft_temperature": [0.5, 1.0], "group_size": [32, 64]}
+    made = settings.resolve(None, {"sweep": sweep, "subspec": {"tree_width": 4, "confidence_threshold": 0.3}})
     vanilla, first, second = methods.plan(made)
     assert vanilla.speculative_config is None
     assert first.speculative_config == {
         "method": "subspec",
         "tree_width": 4,
         "tree_depth": 16,
-        "draft_temperature": 0.2,
+        "draft_temperature": 0.5,
+        "confidence_threshold": 0.3,
+        "substitute_group_size": 32,
     }
-    assert second.speculative_config["draft_temperature"] == 1.0
-    assert [v.tree for v in first.variants] == [(4, 8), (4, 16)]
-    assert first.variants[1].name == "subspec depth=16 draft_temperature=0.2"
+    assert second.speculative_config["substitute_group_size"] == 64
+    assert [v.tree for v in first.variants] == [(4, 8), (4, 8), (4, 16), (4, 16)]
+    assert [v.draft["draft_temperature"] for v in first.variants] == [0.5, 1.0, 0.5, 1.0]
+    assert all(v.draft["confidence_threshold"] == 0.3 for v in first.variants)
+    assert first.variants[2].name == "subspec depth=16 draft_temperature=0.5 group_size=32"
 
 
 @pytest.mark.parametrize(
@@ -517,7 +521,7 @@ repeats: 1
 max_tokens: 12
 temperature: [0, 0.6]
 subspec: {tree_width: 3, substitute_group_size: 32}
-sweep: {depth: [4, 6]}
+sweep: {depth: [4, 6], confidence: [0.0, 0.99]}
 engine: {dtype: float32, enforce_eager: true, max_model_len: 512}
 """
 
@@ -540,14 +544,15 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_end_to_end(tiny_model, tmp_path):
     """Catches: engines that do not start as the command starts them, second turns lost, rounds of the prefill counted,
-    a sweep whose trees are all of one shape. Two engines; the texts must be plain vLLM's."""
+    a sweep whose drafts are all alike. Two engines; the texts must be plain vLLM's."""
     (tmp_path / "small.yaml").write_text(SMALL)
     done = command_line(
         "bench", "--config", str(tmp_path / "small.yaml"), "--model", tiny_model, "--out", str(tmp_path / "out")
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = report.read(tmp_path / "out" / "results.json")
-    names = ["vanilla", "subspec depth=4", "subspec depth=6"]
+    trees = [f"subspec depth={depth} confidence={threshold}" for depth in (4, 6) for threshold in (0.0, 0.99)]
+    names = ["vanilla", *trees]
     assert Counter(a["variant"] for a in result["answers"]) == dict.fromkeys(names, 2 * 3)
     for a in result["answers"]:
         assert sum(a["emitted"]) == len(a["tokens"]) and 0 < a["first_token_seconds"] < a["seconds"]
@@ -555,9 +560,10 @@ def test_end_to_end(tiny_model, tmp_path):
         # All but an answer's last pass are sent as they were accepted.
         assert not a["rounds"] or a["emitted"][1:-1] == [n + 1 for n in a["rounds"]["accepted"][:-1]]
     greedy = [a for a in result["answers"] if a["temperature"] == 0]
-    sizes = {a["variant"]: max(a["rounds"]["tree_size"]) for a in greedy if a["rounds"]}
-    assert sizes == {"subspec depth=4": 1 + 3 * 4, "subspec depth=6": 1 + 3 * 6}
+    sizes = [[n for a in greedy if a["variant"] == tree for n in a["rounds"]["tree_size"]] for tree in trees]
+    assert [max(sizes[0]), max(sizes[2])] == [1 + 3 * 4, 1 + 3 * 6]
+    assert sum(sizes[0]) > sum(sizes[1]) and sum(sizes[2]) > sum(sizes[3])  # a threshold ends drafts early
     assert all(r["same_as_vanilla"] in (None, 1.0) for r in result["summary"])
     assert result["yaml"] == SMALL and result["machine"]["versions"]["vllm"]
     assert tiny_model not in (tmp_path / "out" / "results.json").read_text()
-    assert "subspec depth=6" in done.stdout and list((tmp_path / "out").glob("speed*.png"))
+    assert "subspec depth=6 confidence=0.0" in done.stdout and list((tmp_path / "out").glob("speed*.png"))

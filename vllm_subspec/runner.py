@@ -132,9 +132,9 @@ class SubSpecRunner:
             self.speculator.capture()
         return size
 
-    def set_tree(self, width: int, depth: int) -> None:
+    def set_tree(self, width: int, depth: int, **options: float) -> None:
         captured = self.speculator.graph is not None
-        self.speculator.set_tree(width, depth)
+        self.speculator.set_tree(width, depth, **options)
         if captured:
             self.speculator.capture()
 

@@ -44,8 +44,6 @@ class SubSpecSpeculator(BaseSpeculator):
         spec = vllm_config.speculative_config
         self.vllm_config = vllm_config
         self.device = device
-        self.draft_temperature: float = spec.draft_temperature
-        self.least_score = math.log(spec.confidence_threshold) if spec.confidence_threshold else None
         self.drafted = 0
         """Nodes of the last draft, without the root"""
         self.max_nodes: int = spec.num_speculative_tokens
@@ -60,10 +58,16 @@ class SubSpecSpeculator(BaseSpeculator):
         self._placeholders = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self.max_nodes, dtype=torch.int64, device=device
         )
-        self.set_tree(spec.tree_width, spec.tree_depth)
+        self.set_tree(spec.tree_width, spec.tree_depth, spec.draft_temperature, spec.confidence_threshold)
 
-    def set_tree(self, width: int, depth: int) -> None:
-        """Draft trees of another shape from now on; a captured step is gone.
+    def set_tree(
+        self,
+        width: int,
+        depth: int,
+        draft_temperature: float | None = None,
+        confidence_threshold: float | None = None,
+    ) -> None:
+        """Draft other trees from now on; a captured step is gone. What is None stays as it is.
 
         Raises:
             ValueError: more nodes than the engine was configured for.
@@ -73,6 +77,10 @@ class SubSpecSpeculator(BaseSpeculator):
                 f"subspec: a tree of {width} x {depth} has more than the configured {self.max_nodes} nodes"
             )
         self.tree_width, self.tree_depth = width, depth
+        if draft_temperature is not None:
+            self.draft_temperature = draft_temperature
+        if confidence_threshold is not None:
+            self.least_score = math.log(confidence_threshold) if confidence_threshold else None
         self.graph: dict[bool, torch.cuda.CUDAGraph] | None = None  # by `sampled`
         self.tree = TokenTree.empty(1 + width * depth, self.device)
         self.leaves = torch.zeros(width, dtype=torch.int64, device=self.device)

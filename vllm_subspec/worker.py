@@ -24,9 +24,9 @@ class SubSpecWorkerMixin:
         """Have rounds tell how long their passes waited for streamed layers (see `vllm_subspec.stats.time_waits`)."""
         return time_waits(self.model_runner.rounds)
 
-    def subspec_set_tree(self, width: int, depth: int) -> None:
-        """Draft trees of another shape from now on, for sweeps: no larger than the engine was configured for."""
-        self.model_runner.set_tree(width, depth)
+    def subspec_set_tree(self, width: int, depth: int, **options: float) -> None:
+        """Draft other trees from now on, for sweeps (see `speculator.SubSpecSpeculator.set_tree`)."""
+        self.model_runner.set_tree(width, depth, **options)
 
     def reload_weights(self, *args, **kwargs) -> None:
         raise NotImplementedError(

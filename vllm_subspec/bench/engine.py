@@ -38,7 +38,7 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     Args:
         job: ``model``, ``speculative_config``, ``engine`` (arguments of LLM), ``vram`` (bytes or None), ``variants``
-            (name, tree), ``benchmarks`` (name, prompts), ``temperatures``, ``max_tokens``, ``seed``; optionally
+            (name, tree, draft: see `methods.Variant`), ``benchmarks`` (name, prompts), ``temperatures``, ``max_tokens``, ``seed``; optionally
             ``logprobs``, how many alternatives to report for each token (see `vllm_subspec.generate`)
     """
     from ..generate import start_engine
@@ -66,7 +66,7 @@ def _measure_variant(llm, job: dict[str, Any], variant: dict[str, Any], subspec:
     name, warm_up = variant["name"], WARM_UP_TOKENS
     if subspec:
         width, depth = variant["tree"]
-        llm.collective_rpc("subspec_set_tree", args=(width, depth))
+        llm.collective_rpc("subspec_set_tree", args=(width, depth), kwargs=variant.get("draft"))
         warm_up = max(warm_up, 2 * depth)
     temperatures = job["temperatures"][: 1 if variant.get("first_only") else None]
     for temperature in temperatures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,8 @@ from .settings import NEED_DRAFT, SWEEPS, Settings
 
 NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SHAPE = ("tree_width", "tree_depth")
-"""Options of a tree that a running engine can change"""
+LIVE = (*SHAPE, "draft_temperature", "confidence_threshold")
+"""Options of a draft that a running engine can change"""
 ABLATION: dict[str, dict[str, Any]] = {
     "1 substitutes": {"share_kv": False, "draft_temperature": 1.0, "async_transfer": False},
     "2 + shared KV": {"draft_temperature": 1.0, "async_transfer": False},
@@ -29,6 +30,8 @@ class Variant:
     """The method, and what a sweep or an ablation sets: ``subspec depth=8``, ``subspec 2 + shared KV``"""
     tree: tuple[int, int] | None = None
     """Width and depth, for subspec"""
+    draft: dict[str, float] = field(default_factory=dict)
+    """The other options of `LIVE`, for subspec"""
     first_only: bool = False
     """Measured at the first temperature only"""
 
@@ -50,7 +53,7 @@ class Engine:
 def plan(settings: Settings) -> list[Engine]:
     """The engines of one repeat, in the order in which they run.
 
-    Trees of several shapes share an engine that is configured for the largest.
+    Drafts that differ in `LIVE` options share an engine that is configured for the largest tree.
 
     Raises:
         ValueError: a tree whose width or depth is no whole number, or a swept one that is not of the form 6x48.
@@ -83,12 +86,15 @@ def _subspec(settings: Settings) -> list[Engine]:
     has_own = any(own for *_, own in swept)
     groups: dict[tuple, list[Variant]] = {}
     for name, options, own in swept:
-        variant = Variant(name, tuple(options.pop(side) for side in SHAPE), first_only=has_own and not own)
-        groups.setdefault(tuple(sorted(options.items())), []).append(variant)
+        tree = tuple(options[side] for side in SHAPE)
+        draft = {option: options.get(option, _default(option)) for option in LIVE if option not in SHAPE}
+        variant = Variant(name, tree, draft, first_only=has_own and not own)
+        loaded = {option: value for option, value in options.items() if option not in LIVE}
+        groups.setdefault(tuple(sorted(loaded.items())), []).append(variant)
     engines = []
     for options, variants in groups.items():
         width, depth = max((v.tree for v in variants), key=lambda tree: tree[0] * tree[1])
-        config = {"method": "subspec", "tree_width": width, "tree_depth": depth, **dict(options)}
+        config = {"method": "subspec", "tree_width": width, "tree_depth": depth, **variants[0].draft, **dict(options)}
         engines.append(Engine("subspec", config, tuple(variants)))
     return engines
 
