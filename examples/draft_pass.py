@@ -79,7 +79,8 @@ def main() -> int:
         "max_num_seqs": 1, "offload_backend": "prefetch", "offload_group_size": 1, "offload_num_in_group": 1,
         "offload_prefetch_step": 2, "compilation_config": {"mode": 0}, **parse_pairs(args.engine, "engine"),
     }  # fmt: skip
-    spec = {"method": "subspec", **dict(zip(SHAPE, default_tree())), **parse_pairs(args.subspec, "--subspec")}
+    full = {"method": "subspec", **dict(zip(SHAPE, default_tree())), "confidence_threshold": 0.0}
+    spec = {**full, **parse_pairs(args.subspec, "--subspec")}
     room = engine["max_model_len"] - (1 + spec["tree_width"] * spec["tree_depth"])
     if max(args.contexts) > room:
         parser.error(f"--contexts of more than {room} leave no room for the tree; raise max_model_len")

@@ -2,10 +2,10 @@
 
     python examples/offload.py MODEL --out results.json [--sweep 6x16,16x32] [-- options of LLM as key=value]
 
-Greedy, batch 1, the six prompts of `vllm_subspec.prompts`. Each method runs in an engine process of its own. The
-JSON holds the command, the versions, the GPU, and per method tokens/s, acceptance length (tau), t_draft (one draft
-pass), t_target (one plain decoding pass), the verification pass, gamma = verification / t_target, speedup and
-eta = speedup / tau, peak GPU memory and start-up time; and every place where the two texts part, with the
+Greedy, batch 1, the six prompts of `vllm_subspec.prompts`, trees of full depth. Each method runs in an engine process
+of its own. The JSON holds the command, the versions, the GPU, and per method tokens/s, acceptance length (tau), t_draft
+(one draft pass), t_target (one plain decoding pass), the verification pass, gamma = verification / t_target, speedup
+and eta = speedup / tau, peak GPU memory and start-up time; and every place where the two texts part, with the
 probabilities that plain vLLM gave to both tokens there.
 """
 
@@ -102,7 +102,10 @@ def main() -> int:
     engine = parse_pairs(args.engine, "engine")
     trees = [parse_tree(t) for t in args.sweep.split(",")]
     largest = max(trees, key=lambda t: t[0] * t[1])
-    spec = {"method": "subspec", "tree_width": largest[0], "tree_depth": largest[1]}
+    spec = {
+        "method": "subspec", "tree_width": largest[0], "tree_depth": largest[1],
+        "confidence_threshold": 0.0,
+    }  # fmt: skip
 
     common = {"model": args.model, "engine": engine}
     variants = [{"name": f"{width}x{depth}", "tree": [width, depth]} for width, depth in trees]

@@ -123,22 +123,23 @@ def test_steps_of_the_bench():
     vanilla, *steps = methods.plan(made)
     assert vanilla.method == "vanilla"
     assert [e.name for e in steps] == [f"subspec {name}" for name in methods.ABLATION]
-    keys = ("share_kv", "draft_temperature", "async_transfer")
+    keys = ("share_kv", "draft_temperature", "async_transfer", "confidence_threshold")
     assert [tuple(e.speculative_config.get(key, True) for key in keys) for e in steps] == [
-        (False, 1.0, False), (True, 1.0, False), (True, 0.4, False), (True, 0.4, True),
+        (False, 1.0, False, 0), (True, 1.0, False, 0), (True, 0.4, False, 0), (True, 0.4, True, 0),
+        (True, 0.4, True, 0.2),
     ]  # fmt: skip
     assert {(e.variants[0].tree, e.speculative_config["tree_width"]) for e in steps} == {((4, 48), 4)}
 
 
 @pytest.mark.parametrize(
-    "sweep, fourth", [({"depth": [8, 48]}, False), ({"depth": [8, 16]}, True), ({"draft_temperature": [0.2]}, False)]
+    "sweep, last", [({"depth": [8, 48]}, False), ({"depth": [8, 16]}, True), ({"draft_temperature": [0.2]}, False)]
 )
-def test_a_sweep_may_hold_the_last_step(sweep, fourth):
+def test_a_sweep_may_hold_the_last_step(sweep, last):
     """Catches: the whole method measured twice, or not at all; every step at every temperature."""
     made = settings.resolve("ablate: true", {"sweep": sweep, "temperature": [0, 0.6]})
     steps = [v for e in methods.plan(made) for v in e.variants if v.name[8:9].isdigit()]
-    assert [v.name[8] for v in steps] == ["1", "2", "3", "4"][: 3 + fourth]
-    assert [v.first_only for v in steps] == [True, True, True, False][: 3 + fourth]
+    assert [v.name[8] for v in steps] == ["1", "2", "3", "4", "5"][: 4 + last]
+    assert [v.first_only for v in steps] == [True, True, True, True, False][: 4 + last]
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ class SubSpecConfig(SpeculativeConfig):
     async_transfer: bool = True
     """Whether vLLM's prefetch offloader overlaps transfers with computing. For ablation only: without, each layer is
     transferred when it is reached."""
-    confidence_threshold: float = Field(default=0.0, ge=0.0, lt=1.0)
+    confidence_threshold: float = Field(default=0.2, ge=0.0, lt=1.0)
     """A draft ends before tree_depth when the likeliest path's probability, at draft_temperature, falls below this. 0:
-    never. It changes how much is drafted, never what is emitted."""
+    never, as in the paper. It changes how much is drafted, never what is emitted."""
 
     def __post_init__(self):
         self.num_speculative_tokens = self.tree_width * self.tree_depth

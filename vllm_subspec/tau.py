@@ -25,7 +25,7 @@ def whole_passes(generation: Generation, max_tokens: int) -> list[int]:
 def measure(
     model: str, settings: list[tuple[int, int, float]], max_tokens: int, **engine_args
 ) -> list[list[list[int]]]:
-    """For each setting and prompt, the tokens emitted by each pass.
+    """For each setting and prompt, the tokens emitted by each pass. Trees are drafted to their full depth.
 
     Args:
         settings: (tree width, tree depth, draft temperature)
@@ -33,7 +33,10 @@ def measure(
     """
     results = []
     for width, depth, temperature in settings:
-        spec = {"method": "subspec", "tree_width": width, "tree_depth": depth, "draft_temperature": temperature}
+        spec = {
+            "method": "subspec", "tree_width": width, "tree_depth": depth, "draft_temperature": temperature,
+            "confidence_threshold": 0.0,
+        }  # fmt: skip
         llm = start_engine(model, spec, **engine_args)
         answers = [generate(llm, prompt, max_tokens + 2 * depth, speculative=True) for prompt in PROMPTS]
         stop_engine(llm)

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-options", nargs="+", metavar="KEY=VALUE", help="further keys of vLLM's speculative config for --draft")
     add("--subspec", nargs="+", metavar="KEY=VALUE", help="options of method subspec, as tree_width=8")
     add("--sweep", nargs="+", metavar="KEY=A,B", help="tree (as 6x48), or depth, width, ...: options of subspec")
-    add("--ablate", action="store_true", default=None, help="method subspec in four steps, from substitutes alone")
+    add("--ablate", action="store_true", default=None, help="method subspec in five steps, from substitutes alone")
     add("--engine", nargs="+", metavar="KEY=VALUE", help="arguments of vllm.LLM, the same for all methods")
     add("--vram", metavar="SIZE", help="GPU memory that each engine process may use, as 8GiB")
     add("--timeout", type=float, help="seconds for each engine process")

@@ -38,8 +38,9 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     Args:
         job: ``model``, ``speculative_config``, ``engine`` (arguments of LLM), ``vram`` (bytes or None), ``variants``
-            (name, tree, draft: see `methods.Variant`), ``benchmarks`` (name, prompts), ``temperatures``, ``max_tokens``, ``seed``; optionally
-            ``logprobs``, how many alternatives to report for each token (see `vllm_subspec.generate`)
+            (name, tree, draft: see `methods.Variant`), ``benchmarks`` (name, prompts), ``temperatures``,
+            ``max_tokens``, ``seed``; optionally ``logprobs``, how many alternatives to report for each token (see
+            `vllm_subspec.generate`)
     """
     from ..generate import start_engine
 

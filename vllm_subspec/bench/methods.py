@@ -14,12 +14,16 @@ SHAPE = ("tree_width", "tree_depth")
 LIVE = (*SHAPE, "draft_temperature", "confidence_threshold")
 """Options of a draft that a running engine can change"""
 ABLATION: dict[str, dict[str, Any]] = {
-    "1 substitutes": {"share_kv": False, "draft_temperature": 1.0, "async_transfer": False},
-    "2 + shared KV": {"draft_temperature": 1.0, "async_transfer": False},
-    "3 + sharpening": {"async_transfer": False},
-    "4 + async transfer": {},
-}
-"""Steps of --ablate, and the options that they set (paper, ablation study). The last is the method."""
+    "1 substitutes": {
+        "share_kv": False, "draft_temperature": 1.0, "async_transfer": False, "confidence_threshold": 0.0,
+    },
+    "2 + shared KV": {"draft_temperature": 1.0, "async_transfer": False, "confidence_threshold": 0.0},
+    "3 + sharpening": {"async_transfer": False, "confidence_threshold": 0.0},
+    "4 + async transfer": {"confidence_threshold": 0.0},
+    "5 + early ends": {},
+}  # fmt: skip
+"""Steps of --ablate, and the options that they set: the paper's four (ablation study), and drafts that end early.
+The last is the method."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ablation(settings: Settings) -> list[Engine]:
-    """The same tree with ever more of the method on: in four steps, or three if a sweep measures the whole method."""
+    """The same tree with ever more of the method on: in five steps, or four if a sweep measures the whole method."""
     alone = replace(settings, sweep={})
     measured = bool(settings.sweep) and any(own for *_, own in _swept(settings))
     engines = []

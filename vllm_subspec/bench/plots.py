@@ -161,7 +161,8 @@ def shares(figure: Figure, rows: Rows, colors: Colors) -> bool:
         floor = [a + b for a, b in zip(floor, heights)]
     shapes = ("tree=", "depth=", "width=")
     extra = [" ".join(part for part in r["method"].split()[1:] if not part.startswith(shapes)) for r in rows]
-    names = [f"{r['tree'][0]} x {r['tree'][1]}\n{textwrap.fill(e, 12)}".strip() for r, e in zip(rows, extra)]
+    lines = [textwrap.fill(e.replace("=", " "), 12) for e in extra]
+    names = [f"{r['tree'][0]} x {r['tree'][1]}\n{line}".strip() for r, line in zip(rows, lines)]
     axes.set_xticks(range(len(rows)), names, fontsize=9)
     axes.set(xlabel="tree width x depth", ylabel="share of decoding time", ylim=(0, 1))
     _clean(axes)

@@ -80,7 +80,8 @@ def measure() -> tuple[float, float]:
 
 
 def expect(plan: Plan, pcie: Bandwidth, gpu: Bandwidth, taus: list[float]) -> Expectation:
-    """Times of one round at batch 1, and tokens/s = tau / (D t_draft + t_verify).
+    """Times of one round at batch 1, and tokens/s = tau / (D t_draft + t_verify): of trees of full depth. Drafts that
+    end early (``confidence_threshold``) take less.
 
     t_target = offloaded bytes / PCIe bandwidth, at least the time to read all layers and the head from GPU memory.
     t_draft  = (what the draft reads + head) / GPU bandwidth + `LAYER_SECONDS` a layer. The draft reads substitutes, and
