@@ -168,7 +168,7 @@ def test_every_step_of_the_ablation_answers_as_plain_vllm(float32_job, plain_flo
 OFFLOADS = {
     "prefetch, every second layer": {"offload_group_size": 2, "offload_num_in_group": 1, "offload_prefetch_step": 1},
     "prefetch, the MLPs": {**PREFETCH, "offload_params": ["gate_up_proj", "down_proj"]},
-    "uva, part of the model": {"cpu_offload_gb": 0.1},
+    "uva, part of the model, compiled": {"cpu_offload_gb": 0.1, **DEFAULTS},
     "uva, the MLPs": {"cpu_offload_gb": 1, "cpu_offload_params": ["gate_up_proj", "down_proj"]},
 }
 

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import base_loader
-from vllm.model_executor.offloader import get_offloader
-from vllm.model_executor.offloader.uva import UVAOffloader
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner as vllm_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -90,11 +88,6 @@ class SubSpecRunner:
         if not substitutes:
             raise ValueError(
                 "subspec: the model has no linear layers that a substitute could stand in for; " + LEAVE_OUT
-            )
-        if isinstance(get_offloader(), UVAOffloader):
-            logger.info(
-                "Weights are read from CPU memory in place (uva), which makes a tree cost about 1.7 passes. "
-                "--offload-group-size 1 instead of --cpu-offload-gb streams them ahead, and a tree costs one pass"
             )
         copy_before_use(self.model)
         if not self.speculative_config.share_kv:
