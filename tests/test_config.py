@@ -99,7 +99,7 @@ def test_another_method_reaches_vllm_untouched(configure):
 
 
 def test_the_environment_is_restored_for_the_next_engine(configure, monkeypatch):
-    """Catches: plain engines after one with subspec running on the interpreted runner; a refused start leaving marks."""
+    """Catches: plain engines after one with subspec running on the interpreted runner; marks of a refused one."""
     import os
 
     from vllm_subspec.cpu import MARK, is_cpu_build

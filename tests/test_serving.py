@@ -90,7 +90,9 @@ CASES = {
     "stop ids": lambda c: completions(c, prompt(1, 20), 60, extra_body={"stop_token_ids": list(range(100, 140))}),
     "penalties": lambda c: completions(c, prompt(8, 20), presence_penalty=1.0, frequency_penalty=0.5),
     "bias": lambda c: completions(c, prompt(9, 20), logit_bias={"77": 9.0, "78": 8.5}),
-    "bad words": lambda c: completions(c, prompt(1, 20), extra_body={"bad_words": ["w299", "w301"], "ignore_eos": True}),
+    "bad words": lambda c: completions(
+        c, prompt(1, 20), extra_body={"bad_words": ["w299", "w301"], "ignore_eos": True}
+    ),
     "prompt logprobs": lambda c: completions(c, prompt(10, 20), extra_body={"prompt_logprobs": 1, "ignore_eos": True}),
     "shared prefix": lambda c: [completions(c, prompt(11, 90)[:n] + prompt(12, 5)) for n in (90, 90, 70, 64, 33)],
     "answer as prefix": lambda c: [
@@ -186,7 +188,8 @@ def test_vllms_own_benchmark_runs_against_it(client, tmp_path, model):
     """Catches: streams that vLLM's `bench serve` cannot read."""
     code = (
         "import sys; from vllm.benchmarks.serve import add_cli_args, main;"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser as P; p = P(); add_cli_args(p); main(p.parse_args())"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser as P;"
+        "p = P(); add_cli_args(p); main(p.parse_args())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "--base-url", str(client.base_url).replace("/v1/", ""), "--model", "m",
