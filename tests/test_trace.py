@@ -63,8 +63,7 @@ class Speculator:
     WIDTH, DEPTH = 2, 3
 
     def __init__(self):
-        self.graph = "a captured graph"
-        self.tree_width, self.tree_depth = self.WIDTH, self.DEPTH
+        self.graph = "the graph before"
         self.logits = torch.randn(self.DEPTH, self.WIDTH, 20, generator=torch.Generator().manual_seed(0))
 
     def draft(self) -> TokenTree:
@@ -77,7 +76,7 @@ class Speculator:
         return self.tree
 
     def capture(self) -> None:
-        self.graph = "a graph of the new tree"
+        self.graph = "a captured graph"
 
     def step(self, num_keys: int) -> None:
         logits = self.logits[(num_keys - 1) // self.WIDTH]
@@ -112,13 +111,14 @@ def test_tracer_records_each_node_and_leaves_no_trace():
         assert made["draft_logprobs"][node] == pytest.approx(wanted.item(), abs=1e-5)
 
 
-def test_a_tracer_does_not_bring_back_the_graph_of_another_tree():
-    """Catches: a captured draft that writes to buffers of a tree that is no more."""
+@pytest.mark.parametrize("before, after", [("the graph before", "a captured graph"), (None, None)])
+def test_a_tracer_does_not_bring_back_a_graph(before, after):
+    """Catches: a captured draft that writes to buffers of a tree that is no more, or drafts by options that were
+    before; one where nothing can be captured."""
     speculator = Speculator()
-    tracer = Tracer(SimpleNamespace(speculator=speculator, rejection_sampler=Verifier(None), tree=None))
-    speculator.tree_depth -= 1
-    tracer.stop()
-    assert speculator.graph == "a graph of the new tree"
+    speculator.graph = before
+    Tracer(SimpleNamespace(speculator=speculator, rejection_sampler=Verifier(None), tree=None)).stop()
+    assert speculator.graph == after
 
 
 def test_a_worker_traces_on_and_off_in_any_order():

@@ -45,8 +45,7 @@ class Tracer:
         self.runner = runner
         self.rounds: list[TracedRound] = []
         self._levels: list[torch.Tensor] = []  # scores of the tree being drafted
-        self._graph, self._verify = self.speculator.graph, self.verifier.verify
-        self._shape = self.speculator.tree_width, self.speculator.tree_depth
+        self._captured, self._verify = self.speculator.graph is not None, self.verifier.verify
         self.speculator.graph = None
         self.speculator.step = self._step
         self.verifier.verify = self._verified
@@ -55,11 +54,8 @@ class Tracer:
         """Leave the engine as it was; returns the rounds as dictionaries of `TracedRound`."""
         del self.speculator.step
         self.verifier.verify = self._verify
-        if self._graph is not None:
-            if self._shape == (self.speculator.tree_width, self.speculator.tree_depth):
-                self.speculator.graph = self._graph
-            else:  # it would write to the buffers of the tree that was
-                self.speculator.capture()
+        if self._captured:
+            self.speculator.capture()
         return [asdict(r) for r in self.rounds]
 
     def _step(self, num_keys: int) -> None:
