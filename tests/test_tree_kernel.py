@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.kernels
 
 WHOLE, SPLIT, MANY = 1, 600, 1 << 20  # values of max_keys: one split, about five, and as many as are ever made
 PAGE = 16
+OTHER_GPUS = Path(__file__).with_name("other_gpus.py")
 
 
 @pytest.fixture
@@ -241,6 +245,14 @@ def test_move_kv_of_a_root_alone(device):
     zero = torch.tensor(0, device=device)
     move_kv([cache], torch.zeros(1, dtype=torch.int32, device=device), zero, zero[None], zero)
     assert (cache == 0).all()
+
+
+@pytest.mark.parametrize("capability, kib", [(75, 64), (86, 99)])
+def test_tiles_fit_the_shared_memory_of_other_gpus(capability, kib):
+    """Catches: a kernel that only an H200, with 227 KiB, can launch. Needs no GPU: it is only compiled."""
+    done = subprocess.run([sys.executable, OTHER_GPUS, str(capability)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 16 * 1024 < int(done.stdout.split()[-1]) <= kib * 1024
 
 
 @pytest.mark.gpu

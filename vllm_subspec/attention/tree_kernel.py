@@ -15,8 +15,8 @@ import triton.language as tl
 PROGRAMS = 264
 """Programs worth having at once: two for each multiprocessor of an H200 (132) or an RTX 4090 (128)."""
 TILE_BYTES = 16384
-"""Bytes of one tile of keys, or of values, and half those of one of queries: with NUM_STAGES of the former, they stay
-below the 99 KiB of shared memory that a block of threads has on an RTX 4090 (227 on an H200)."""
+"""Bytes of one tile of keys, or of values, and half those of one of queries, in 16 bits: with NUM_STAGES of the former,
+they stay below the 99 KiB of shared memory that a block of threads has on an RTX 30 or later (227 on an H200)."""
 NUM_STAGES = 2
 MIN_BLOCKS_PER_SPLIT = 2
 COMBINE_TILE = 8192  # elements that a program of the combining kernel holds in registers
@@ -202,6 +202,11 @@ def _combine_kernel(
     tl.store(out + row * out_row_stride + head * out_head_stride + dims, result, mask=dims < D)
 
 
+def is_turing(device: torch.device) -> bool:
+    """Whether a block of threads has but 64 KiB of shared memory: compute capability 7.5, an RTX 20."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def paged_tree_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -245,7 +250,8 @@ def paged_tree_attention(
     group = num_heads // kv_heads
     head_pad = triton.next_power_of_2(head_size)
     row_bytes = head_pad * query.element_size()
-    tile_bytes = TILE_BYTES if query.element_size() == 2 else TILE_BYTES // 2  # float32 multiplies out of registers
+    small = query.element_size() == 4 or is_turing(query.device)  # float32 multiplies out of registers
+    tile_bytes = TILE_BYTES // 2 if small else TILE_BYTES
     block_m = max(16, min(128, 2 * tile_bytes // row_bytes, triton.next_power_of_2(most_rows * group)))
     block_n = max(16, min(64, tile_bytes // row_bytes))
     most_tiles = triton.cdiv(most_rows * group, block_m)
