@@ -34,8 +34,8 @@ def linears(vllm_parameters, monkeypatch):
     return model
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_products_read_copies(linears, monkeypatch, compiled):
+@pytest.mark.parametrize("compiler", [None, "eager", "inductor"])
+def test_products_read_copies(linears, monkeypatch, compiler):
     """Catches: a tree that streams weights more than once; a copy of another linear's weight; a compiled model that
     multiplies by what the buffer held before."""
     read = []
@@ -43,8 +43,8 @@ def test_products_read_copies(linears, monkeypatch, compiled):
     recording = lambda x, w, b: read.append(w.data_ptr()) or product(x, w, b)  # noqa: E731
     monkeypatch.setattr(uva.torch.nn.functional, "linear", recording)
     forward = lambda x: [linear(x)[0] for linear in linears[:2]]  # noqa: E731
-    if compiled:
-        forward = torch.compile(forward, fullgraph=True, dynamic=True, backend="eager")
+    if compiler:
+        forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=compiler)
     for rows in (1, 289):
         x = torch.randn(rows, 8)
         read.clear()
