@@ -131,6 +131,17 @@ def test_steps_of_the_bench():
     assert {(e.variants[0].tree, e.speculative_config["tree_width"]) for e in steps} == {((4, 48), 4)}
 
 
+@pytest.mark.parametrize("sweep, steps", [({}, "1234"), ({"depth": [8, 48]}, "123"), ({"depth": [8, 16]}, "1234")])
+def test_drafts_of_full_depth_have_no_fifth_step(sweep, steps):
+    """Catches: the same engine measured twice, as two steps or as a step and a sweep's row; the method at one
+    temperature only."""
+    given = {"sweep": sweep, "temperature": [0, 0.6], "subspec": {"confidence_threshold": 0}}
+    made = methods.plan(settings.resolve("ablate: true", given))
+    variants = [v for e in made for v in e.variants if v.name[8:9].isdigit()]
+    assert "".join(v.name[8] for v in variants) == steps
+    assert [v.first_only for v in variants] == [True, True, True, False][: len(steps)]
+
+
 @pytest.mark.parametrize(
     "sweep, last", [({"depth": [8, 48]}, False), ({"depth": [8, 16]}, True), ({"draft_temperature": [0.2]}, False)]
 )

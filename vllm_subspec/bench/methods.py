@@ -137,15 +137,19 @@ def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ablation(settings: Settings) -> list[Engine]:
-    """The same tree with ever more of the method on: in five steps, or four if a sweep measures the whole method."""
-    alone = replace(settings, sweep={})
-    measured = bool(settings.sweep) and any(own for *_, own in _swept(settings))
+    """The same tree with ever more of the method on, in five steps: without those that the settings make the same as
+    one before, or that a sweep measures."""
+    method = _without_defaults(settings.subspec)
+    measured = [method] if settings.sweep and any(own for *_, own in _swept(settings)) else []
     engines = []
     for step, options in ABLATION.items():
-        if options or not measured:
-            (engine,) = _subspec(replace(alone, subspec={**settings.subspec, **options}))
-            variant = replace(engine.variants[0], name=f"subspec {step}", first_only=bool(options))
-            engines.append(replace(engine, variants=(variant,)))
+        subspec = {**settings.subspec, **options}
+        if (chosen := _without_defaults(subspec)) in measured:
+            continue
+        measured.append(chosen)
+        (engine,) = _subspec(replace(settings, sweep={}, subspec=subspec))
+        variant = replace(engine.variants[0], name=f"subspec {step}", first_only=chosen != method)
+        engines.append(replace(engine, variants=(variant,)))
     return engines
 
 

@@ -52,8 +52,8 @@ class Settings:
     """Values of options of method subspec (see `SWEEPS`); every combination is measured. If the method's own options
     are one of them, the others are measured at the first temperature only"""
     ablate: bool = False
-    """Method subspec in five steps, each with more of it switched on (see `methods.ABLATION`); the first four at the
-    first temperature only. With a sweep of which the method's own options are part, that is the fifth step"""
+    """Method subspec in five steps, each with more of it switched on (see `methods.ABLATION`); the first ones at
+    the first temperature only. With a sweep of which the method's own options are part, that is the last step"""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of vllm.LLM, the same for all methods"""
     vram: str | None = None
