@@ -102,10 +102,7 @@ def main() -> int:
     engine = parse_pairs(args.engine, "engine")
     trees = [parse_tree(t) for t in args.sweep.split(",")]
     largest = max(trees, key=lambda t: t[0] * t[1])
-    spec = {
-        "method": "subspec", "tree_width": largest[0], "tree_depth": largest[1],
-        "confidence_threshold": 0.0,
-    }  # fmt: skip
+    spec = {"method": "subspec", "tree_width": largest[0], "tree_depth": largest[1], "confidence_threshold": 0.0}
 
     common = {"model": args.model, "engine": engine}
     variants = [{"name": f"{width}x{depth}", "tree": [width, depth]} for width, depth in trees]

@@ -11,8 +11,8 @@ from .settings import NEED_DRAFT, SWEEPS, Settings
 
 NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SHAPE = ("tree_width", "tree_depth")
-LIVE = (*SHAPE, "draft_temperature", "confidence_threshold")
-"""Options of a draft that a running engine can change"""
+LIVE = ("draft_temperature", "confidence_threshold")
+"""The other options of a draft that a running engine can change"""
 ABLATION: dict[str, dict[str, Any]] = {
     "1 substitutes": {
         "share_kv": False, "draft_temperature": 1.0, "async_transfer": False, "confidence_threshold": 0.0,
@@ -35,7 +35,7 @@ class Variant:
     tree: tuple[int, int] | None = None
     """Width and depth, for subspec"""
     draft: dict[str, float] = field(default_factory=dict)
-    """The other options of `LIVE`, for subspec"""
+    """The options of `LIVE`, for subspec"""
     first_only: bool = False
     """Measured at the first temperature only"""
 
@@ -57,7 +57,7 @@ class Engine:
 def plan(settings: Settings) -> list[Engine]:
     """The engines of one repeat, in the order in which they run.
 
-    Drafts that differ in `LIVE` options share an engine that is configured for the largest tree.
+    Drafts that differ in `SHAPE` and `LIVE` options share an engine that is configured for the largest tree.
 
     Raises:
         ValueError: a tree whose width or depth is no whole number, or a swept one that is not of the form 6x48.
@@ -90,11 +90,10 @@ def _subspec(settings: Settings) -> list[Engine]:
     has_own = any(own for *_, own in swept)
     groups: dict[tuple, list[Variant]] = {}
     for name, options, own in swept:
-        tree = tuple(options[side] for side in SHAPE)
-        draft = {option: options.get(option, _default(option)) for option in LIVE if option not in SHAPE}
+        tree = tuple(options.pop(side) for side in SHAPE)
+        draft = {option: options.pop(option) for option in LIVE}
         variant = Variant(name, tree, draft, first_only=has_own and not own)
-        loaded = {option: value for option, value in options.items() if option not in LIVE}
-        groups.setdefault(tuple(sorted(loaded.items())), []).append(variant)
+        groups.setdefault(tuple(sorted(options.items())), []).append(variant)
     engines = []
     for options, variants in groups.items():
         width, depth = max((v.tree for v in variants), key=lambda tree: tree[0] * tree[1])
@@ -105,7 +104,7 @@ def _subspec(settings: Settings) -> list[Engine]:
 
 def _swept(settings: Settings) -> list[tuple[str, dict[str, Any], bool]]:
     """Of each combination of swept values its name, the method's options, and whether those are the settings'."""
-    own = {**dict(zip(SHAPE, default_tree())), **settings.subspec}
+    own = {**{option: _default(option) for option in (*SHAPE, *LIVE)}, **settings.subspec}
     made = []
     for values in product(*settings.sweep.values()):
         chosen = dict(zip(settings.sweep, values))
