@@ -87,10 +87,10 @@ def private_context(llm):
         seen[:, : int(metadata.context_len)] = False
         return seen
 
-    def blind(keys):
+    def blind(*args):
         TreeMetadata.visible = without_context
         try:
-            return forward(keys)
+            return forward(*args)
         finally:
             TreeMetadata.visible = visible
 

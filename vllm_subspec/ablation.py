@@ -63,8 +63,8 @@ class PrivateKVSpeculator(SubSpecSpeculator):
 
     _warned = False
 
-    def set_tree(self, width: int, depth: int, *options: float | None, **named: float) -> None:
-        super().set_tree(width, depth, *options, **named)
+    def set_tree(self, width: int, depth: int, **options: float) -> None:
+        super().set_tree(width, depth, **options)
         # The additional pass grows a level that nobody sees.
         self.tree = TokenTree.empty(1 + width * (depth + 1), self.device)
 

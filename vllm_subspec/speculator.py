@@ -58,12 +58,18 @@ class SubSpecSpeculator(BaseSpeculator):
         self._placeholders = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self.max_nodes, dtype=torch.int64, device=device
         )
-        self.set_tree(spec.tree_width, spec.tree_depth, spec.draft_temperature, spec.confidence_threshold)
+        self.set_tree(
+            spec.tree_width,
+            spec.tree_depth,
+            draft_temperature=spec.draft_temperature,
+            confidence_threshold=spec.confidence_threshold,
+        )
 
     def set_tree(
         self,
         width: int,
         depth: int,
+        *,
         draft_temperature: float | None = None,
         confidence_threshold: float | None = None,
     ) -> None:
@@ -158,15 +164,20 @@ class SubSpecSpeculator(BaseSpeculator):
         Args:
             num_keys: nodes 0 .. num_keys - 1 may have KV; more than there are costs time only
         """
-        logits = self.forward(self.tree.first(num_keys))
-        noise = partial(self.noise.add, positions=self._leaf_positions()) if self.sampled else None
+        positions = self.context_len + self.tree.depths[self.leaves]
+        logits = self.forward(self.tree.first(num_keys), positions)
+        noise = partial(self.noise.add, positions=positions) if self.sampled else None
         scores = grow(self.tree, self.leaves, self.scores, logits, self.new, self.draft_temperature, noise)
         self.scores.copy_(scores)
         self.leaves.copy_(self.new)
         self.new += self.tree_width
 
-    def forward(self, keys: TokenTree) -> torch.Tensor:
-        """The draft's logits after each leaf, [k, vocabulary]; its KV goes to the leaves' slots."""
+    def forward(self, keys: TokenTree, positions: torch.Tensor) -> torch.Tensor:
+        """The draft's logits after each leaf, [k, vocabulary]; its KV goes to the leaves' slots.
+
+        Args:
+            positions: [k] int64, of the leaves
+        """
         slot_mapping = {}
         for group in self.groups:
             slot_mapping.update(dict.fromkeys(group.layer_names, group.node_slots[self.leaves]))
@@ -178,14 +189,8 @@ class SubSpecSpeculator(BaseSpeculator):
             skip_compiled=True,
         )
         with context, self._own_kernels():
-            hidden = self.model(
-                input_ids=self.tree.tokens[self.leaves].int(),
-                positions=self._leaf_positions(),
-            )
+            hidden = self.model(input_ids=self.tree.tokens[self.leaves].int(), positions=positions)
             return self.model.compute_logits(hidden)
-
-    def _leaf_positions(self) -> torch.Tensor:
-        return self.context_len + self.tree.depths[self.leaves]
 
     def _own_kernels(self) -> ExitStack:
         """On CUDA, vLLM's fused kernels for what the compiled target leaves to its compiler."""
