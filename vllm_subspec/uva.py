@@ -14,6 +14,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
+from .substitute.offloaded import read_in_place
+
 logger = init_logger("vllm.subspec.uva")
 
 COPIES: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -27,7 +29,7 @@ def copy_before_use(model: torch.nn.Module) -> None:
     To be called when the model is loaded and before vLLM sizes the KV cache. Where there is no memory for the buffer,
     or nothing is offloaded like this, nothing changes.
     """
-    linears = [m for m in model.modules() if isinstance(m, LinearBase) and read_in_place(m)]
+    linears = [m for m in model.modules() if isinstance(m, LinearBase) and is_plain(m) and read_in_place(m.weight)]
     if not linears:
         return
     size = max(linear.weight.nbytes for linear in linears)
@@ -40,11 +42,9 @@ def copy_before_use(model: torch.nn.Module) -> None:
         linear.quant_method = CopiedWeightMethod(linear.weight, buffer)
 
 
-def read_in_place(linear: LinearBase) -> bool:
-    """Whether vLLM multiplies by this weight where it lies, in CPU memory."""
-    offloaded = getattr(linear.weight, "_vllm_is_uva_offloaded", False)
-    method = linear.quant_method
-    return offloaded and getattr(method, "_gemm_impl", None) is default_unquantized_gemm
+def is_plain(linear: LinearBase) -> bool:
+    """Whether vLLM multiplies by this linear's weight as `linear_in_cpu_memory` does by its copy."""
+    return getattr(linear.quant_method, "_gemm_impl", None) is default_unquantized_gemm
 
 
 class CopiedWeightMethod(UnquantizedLinearMethod):

@@ -8,6 +8,11 @@ from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 from vllm.model_executor.offloader.uva import UVAOffloader
 
 
+def read_in_place(parameter: torch.Tensor) -> bool:
+    """Whether the GPU reads this parameter from CPU memory where it lies (``uva``)."""
+    return getattr(parameter, "_vllm_is_uva_offloaded", False)
+
+
 def offloaded_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Name and full value of every offloaded parameter of ``model``, wherever the value lies now.
 
@@ -23,6 +28,6 @@ def offloaded_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return {
             name: p.data
             for name, p in model.named_parameters()
-            if getattr(p, "_vllm_is_uva_offloaded", False) or (offloader.cpu_offload_bytes and p.device.type == "cpu")
+            if read_in_place(p) or (offloader.cpu_offload_bytes and p.device.type == "cpu")
         }
     return {}
