@@ -21,4 +21,4 @@ else
     # PyPI's builds of these are made for another torch: beside this one they fail to load and break transformers.
     $pip uninstall -q -y torchvision torchaudio torchcodec
 fi
-"$VENV/bin/python" -m vllm_subspec.smollm2  # the demo's and the tests' model, fetched and converted once
+"$VENV/bin/python" -m vllm_subspec.tools.smollm2  # the demo's and the tests' model, fetched and converted once

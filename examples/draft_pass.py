@@ -20,11 +20,11 @@ from statistics import median
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, where its memory can be read
 
-from vllm_subspec.bench.command import portable
-from vllm_subspec.bench.engine import limit_memory, machine, peak_memory
-from vllm_subspec.bench.methods import SHAPE, default_tree
-from vllm_subspec.bench.settings import parse_pairs
-from vllm_subspec.sizes import GIB, parse_size
+from vllm_subspec.tools.bench.command import portable
+from vllm_subspec.tools.bench.engine import limit_memory, machine, peak_memory
+from vllm_subspec.tools.bench.methods import SHAPE, default_tree
+from vllm_subspec.tools.bench.settings import parse_pairs
+from vllm_subspec.tools.sizes import GIB, parse_size
 
 REPEATS = 5
 

@@ -2,7 +2,7 @@
 
     python examples/offload.py MODEL --out results.json [--sweep 6x16,16x32] [-- options of LLM as key=value]
 
-Greedy, batch 1, the six prompts of `vllm_subspec.prompts`, trees of full depth. Each method runs in an engine process
+Greedy, batch 1, the six prompts of `vllm_subspec.tools.prompts`, trees of full depth. Each method runs in an engine process
 of its own. The JSON holds the command, the versions, the GPU, and per method tokens/s, acceptance length (tau), t_draft
 (one draft pass), t_target (one plain decoding pass), the verification pass, gamma = verification / t_target, speedup
 and eta = speedup / tau, peak GPU memory and start-up time; and every place where the two texts part, with the
@@ -17,12 +17,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from vllm_subspec.bench.command import portable
-from vllm_subspec.bench.methods import parse_tree
-from vllm_subspec.bench.process import run_engine
-from vllm_subspec.bench.settings import parse_pairs
-from vllm_subspec.cpu import is_cpu_build
-from vllm_subspec.prompts import PROMPTS
+from vllm_subspec.cpu.platform import is_cpu_build
+from vllm_subspec.tools.bench.command import portable
+from vllm_subspec.tools.bench.methods import parse_tree
+from vllm_subspec.tools.bench.process import run_engine
+from vllm_subspec.tools.bench.settings import parse_pairs
+from vllm_subspec.tools.prompts import PROMPTS
 
 
 def run(job: dict, timeout: int) -> dict:

@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """Path of SmolLM2-135M-Instruct, converted on first use."""
-    from vllm_subspec.smollm2 import ensure_smollm2
+    from vllm_subspec.tools.smollm2 import ensure_smollm2
 
     return str(ensure_smollm2())
 

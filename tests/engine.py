@@ -29,7 +29,7 @@ def has_cuda() -> bool:
 
 def environment(in_process: bool, subspec_env: bool) -> dict[str, str]:
     """The environment of an engine process: nothing that tests in this process set or took away (see `run`)."""
-    from vllm_subspec.bench.process import environment as of_engine
+    from vllm_subspec.tools.bench.process import environment as of_engine
 
     env = of_engine(subspec_env, cpu=not has_cuda())
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
@@ -97,7 +97,7 @@ def answer(job: dict) -> dict:
     from vllm import LLM
 
     if "vram" in job:
-        from vllm_subspec.bench.engine import limit_memory
+        from vllm_subspec.tools.bench.engine import limit_memory
 
         limit_memory(job["vram"])
     arguments = dict(dtype="float32", max_model_len=512, max_num_seqs=8, enforce_eager=True, disable_log_stats=False)
@@ -107,7 +107,7 @@ def answer(job: dict) -> dict:
     if "spec" in job:
         arguments["speculative_config"] = {"method": "subspec", **job["spec"]}
     elif os.environ.get("TRITON_INTERPRET") == "1":  # plain vLLM on the same runner
-        from vllm_subspec.cpu_kernels import use_torch_top_k_top_p
+        from vllm_subspec.cpu.kernels import use_torch_top_k_top_p
 
         use_torch_top_k_top_p()
     llm = LLM(job["model"], **arguments)

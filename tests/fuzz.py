@@ -109,7 +109,7 @@ def agree(plain: list[list[int]], ours: list[list[int]], aborted: bool) -> bool:
 def run(model: str, seed: int, seconds: float) -> dict:
     from vllm import LLM
 
-    from vllm_subspec.cpu_kernels import use_torch_top_k_top_p
+    from vllm_subspec.cpu.kernels import use_torch_top_k_top_p
 
     use_torch_top_k_top_p()
     rnd = random.Random(seed)

@@ -18,7 +18,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from vllm_subspec.attention import tree_kernel  # noqa: E402
+from vllm_subspec.round.attention import tree_kernel  # noqa: E402
 
 NODES = 289  # rows of a verification: its tiles are the largest
 SIZES = {64: (9, 3), 96: (32, 32), 128: (28, 4), 256: (8, 4)}

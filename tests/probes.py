@@ -77,7 +77,7 @@ def verified_trees(llm):
 
 def private_context(llm):
     """The draft attends to an empty context of its own: nothing of what the target wrote."""
-    from vllm_subspec.attention.metadata import TreeMetadata
+    from vllm_subspec.round.attention.metadata import TreeMetadata
 
     speculator = runner_of(llm).speculator
     forward, visible = speculator.forward, TreeMetadata.visible
@@ -179,7 +179,7 @@ def free_blocks(llm):
 
 def offloaded_and_substituted(llm):
     """The offloaded parameters, and the linears that have a substitute in the draft, by name."""
-    from vllm_subspec.substitute.offloaded import offloaded_parameters
+    from vllm_subspec.weights.offloaded import offloaded_parameters
 
     runner = runner_of(llm)
     target, draft = dict(runner.model.named_modules()), dict(runner.speculator.model.named_modules())
@@ -216,9 +216,9 @@ def without_synchronisation(llm):
 
 def compiled(llm):
     """How many variants of each of our kernels there are, before and after the requests."""
-    from vllm_subspec.attention import tree_kernel
-    from vllm_subspec.kv import move_kernel
-    from vllm_subspec.noise import _noise_kernel
+    from vllm_subspec.round.attention import tree_kernel
+    from vllm_subspec.round.kv import move_kernel
+    from vllm_subspec.round.noise import _noise_kernel
 
     kernels = [tree_kernel._attention_kernel, tree_kernel._combine_kernel, move_kernel._move_kernel, _noise_kernel]
 
@@ -239,7 +239,7 @@ def eager(llm):
 
 def warmed_up(llm):
     """vLLM's warm-up of kernels as the CUDA worker runs it. On CPU vLLM leaves it out."""
-    from vllm_subspec.worker import warm_up
+    from vllm_subspec.engine.worker import warm_up
 
     runner, lengths = runner_of(llm), []
     prepare = runner.prepare_inputs
@@ -261,7 +261,7 @@ def memory(llm):
     """GPU memory in use when the requests are done, and the KV cache's part of it, in bytes; offloaded layers."""
     import re
 
-    from vllm_subspec.substitute.offloaded import offloaded_parameters
+    from vllm_subspec.weights.offloaded import offloaded_parameters
 
     runner = runner_of(llm)
     yield

@@ -1,6 +1,6 @@
 """24 varied prompts: chat, code, lists, other languages, numbers, plain continuations, one token, several hundred."""
 
-from vllm_subspec.prompts import PROMPTS
+from vllm_subspec.tools.prompts import PROMPTS
 
 CHAT = [
     *PROMPTS,

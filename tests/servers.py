@@ -37,7 +37,7 @@ def serve(model: str, log: Path, spec: dict | None, *options: str) -> Iterator[t
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     else:
         config = json.dumps({"method": "subspec", **spec})
-        command = [sys.executable, "-m", "vllm_subspec.cli", "serve", model, "--speculative-config", config]
+        command = [sys.executable, "-m", "vllm_subspec.tools.cli", "serve", model, "--speculative-config", config]
     command += ["--served-model-name", "m", "--port", str(port), "--dtype", "float32", "--enforce-eager", *options]
     with open(log, "w") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)

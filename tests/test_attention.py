@@ -9,8 +9,8 @@ import pytest
 import torch
 from trees import random_tree
 
-from vllm_subspec.attention.metadata import KVGroup, tree_metadata
-from vllm_subspec.attention.tree_torch import tree_attention
+from vllm_subspec.round.attention.metadata import KVGroup, tree_metadata
+from vllm_subspec.round.attention.tree_torch import tree_attention
 
 
 def by_definition(q, k, v, visible, scale, cap):

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_subspec.bench import command, datasets, measure, methods, report, run, settings, tune
-from vllm_subspec.bench.engine import one_sentence
-from vllm_subspec.bench.process import environment, run_engine
-from vllm_subspec.bench.progress import Clock
-from vllm_subspec.cli import main
+from vllm_subspec.tools.bench import command, datasets, measure, methods, report, run, settings, tune
+from vllm_subspec.tools.bench.engine import one_sentence
+from vllm_subspec.tools.bench.process import environment, run_engine
+from vllm_subspec.tools.bench.progress import Clock
+from vllm_subspec.tools.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -141,7 +141,7 @@ def test_bad_input_is_one_sentence(arguments, said, smollm2, tmp_path, monkeypat
 
 def test_vram_is_refused_on_cpu(smollm2, monkeypatch, capsys):
     """Catches: a limit that is silently without effect."""
-    monkeypatch.setattr("vllm_subspec.cpu.is_cpu_build", lambda: True)
+    monkeypatch.setattr("vllm_subspec.cpu.platform.is_cpu_build", lambda: True)
     assert main(["bench", "--model", smollm2, "--vram", "8GiB"]) != 0
     assert "CPU build" in capsys.readouterr().err
 
@@ -538,7 +538,11 @@ def tiny_model(tmp_path_factory) -> str:
 def command_line(*arguments: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "vllm_subspec.cli", *arguments], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "vllm_subspec.tools.cli", *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

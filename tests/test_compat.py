@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from vllm_subspec import compat, plugin
+from vllm_subspec import versions
+from vllm_subspec.engine import compat, plugin
 
 
 def test_the_manifest_matches_the_installed_vllm():
@@ -44,7 +45,7 @@ def test_rewrite_accepts_the_installed_sources(tmp_path):
 @pytest.mark.parametrize("version,fits", [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", False), ("0.3.2", False)])
 def test_supported_versions(version, fits):
     """Catches: a version taken for ours by its prefix."""
-    assert compat.is_supported(version) is fits
+    assert versions.is_supported(version) is fits
 
 
 def test_another_version_is_left_untouched_with_one_sentence(monkeypatch):

@@ -12,7 +12,7 @@ from prompts import requests
 from test_lossless import tau, tokens
 from trees import random_tree
 
-from vllm_subspec.tree import TokenTree, accept
+from vllm_subspec.round.tree import TokenTree, accept
 
 WIDTH, DEPTH = 4, 16
 

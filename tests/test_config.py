@@ -18,7 +18,7 @@ def configure(checkpoint, monkeypatch):
     """The engine configuration for a speculative config and engine arguments, as `LLM` and `vllm serve` make it."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_subspec.plugin import register
+    from vllm_subspec.engine.plugin import register
 
     register()
 
@@ -102,7 +102,7 @@ def test_the_environment_is_restored_for_the_next_engine(configure, monkeypatch)
     """Catches: plain engines after one with subspec running on the interpreted runner; marks of a refused one."""
     import os
 
-    from vllm_subspec.cpu import MARK, is_cpu_build
+    from vllm_subspec.cpu.platform import MARK, is_cpu_build
 
     if not is_cpu_build():
         pytest.skip("CUDA builds need no marks")

@@ -151,18 +151,18 @@ def test_substitutes_without_room_stop_the_start_in_one_sentence(monkeypatch):
     """Catches: a bare out-of-memory error that does not say what to do."""
     import torch
 
-    from vllm_subspec.config import SubSpecConfig
-    from vllm_subspec.substitute import linear
+    from vllm_subspec.engine.config import SubSpecConfig
+    from vllm_subspec.weights import substitute
 
     layer = torch.nn.Linear(64, 64)
-    monkeypatch.setattr(linear, "linears_to_substitute", lambda model, which: {"layers.0.mlp": layer})
+    monkeypatch.setattr(substitute, "linears_to_substitute", lambda model, which: {"layers.0.mlp": layer})
 
     def no_room(*args):
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(linear, "quantize", no_room)
+    monkeypatch.setattr(substitute, "quantize", no_room)
     with pytest.raises(ValueError, match="offload more layers"):
-        linear.make_substitutes(layer, SubSpecConfig, torch.device("cpu"))
+        substitute.make_substitutes(layer, SubSpecConfig, torch.device("cpu"))
 
 
 def test_vllms_warm_up_stays_inside_the_model_length(tiny_checkpoints):

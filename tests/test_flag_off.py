@@ -9,7 +9,7 @@ import sys
 import engine
 from test_lossless import random_requests, tokens
 
-from vllm_subspec.cpu import is_cpu_build
+from vllm_subspec.cpu.platform import is_cpu_build
 
 
 def test_plain_engines_before_and_after_one_with_subspec(tiny_checkpoints):
@@ -42,9 +42,10 @@ def test_the_same_classes_run_with_and_without_the_plugin(tiny_checkpoints):
 def test_loading_the_plugin_imports_no_engine_code():
     """Catches: start-up time and side effects for engines without the flag."""
     code = (
-        "import sys, vllm_subspec.plugin as p; p.register();"
+        "import sys, vllm_subspec.engine.plugin as p; p.register();"
         "ours = sorted(m for m in sys.modules if m.startswith('vllm_subspec'));"
-        "light = ['vllm_subspec'] + ['vllm_subspec.' + m for m in ('compat', 'cpu', 'patching', 'plugin')];"
+        "light = ('cpu', 'cpu.platform', 'engine', 'engine.compat', 'engine.plugin', 'patching', 'versions');"
+        "light = ['vllm_subspec'] + ['vllm_subspec.' + m for m in light];"
         "assert ours == light, ours;"
         "assert 'vllm.v1.worker.gpu.model_runner' not in sys.modules"
     )

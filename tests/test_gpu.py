@@ -15,7 +15,7 @@ from filelock import FileLock
 from prompts import requests
 from test_lossless import tau, tokens
 
-from vllm_subspec.bench.methods import ABLATION
+from vllm_subspec.tools.bench.methods import ABLATION
 
 pytestmark = pytest.mark.gpu
 

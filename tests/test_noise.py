@@ -43,7 +43,7 @@ def vllms_choice(logits, positions, states):
 def test_a_draft_of_the_targets_logits_knows_the_targets_choice(case):
     """Catches: another noise than the sampler's, of another position or token; temperature on one of both only;
     top-k, top-p or min-p in another order, or off by one."""
-    from vllm_subspec.noise import CANDIDATES, SamplingNoise
+    from vllm_subspec.round.noise import CANDIDATES, SamplingNoise
 
     rnd = random.Random(case)
     vocabulary = rnd.choice([40, CANDIDATES, 500])
@@ -60,15 +60,16 @@ def test_a_draft_of_the_targets_logits_knows_the_targets_choice(case):
     noise = SamplingNoise(torch.device(DEVICE))
     noise.read(states, torch.tensor([1], device=DEVICE))
     values, tokens = noise.add(logits, positions)
-    assert tokens.gather(1, values.argmax(-1, keepdim=True))[:, 0].tolist() == vllms_choice(
-        logits, positions, states
-    ).tolist()
+    assert (
+        tokens.gather(1, values.argmax(-1, keepdim=True))[:, 0].tolist()
+        == vllms_choice(logits, positions, states).tolist()
+    )
     assert values.isfinite().all()
 
 
 def test_the_sampler_draws_by_the_noise_that_is_known():
     """Catches: FlashInfer's sampler, which draws at random, where vLLM takes it; single precision for double."""
-    from vllm_subspec.noise import SamplingNoise
+    from vllm_subspec.round.noise import SamplingNoise
 
     sampler, noise = SimpleNamespace(use_flashinfer=True, use_fp64_gumbel=True), SamplingNoise(torch.device("cpu"))
     noise.attach(sampler)

@@ -11,9 +11,9 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vllm_subspec import padded
-from vllm_subspec.padded import decoder_bytes, main, make_padded
-from vllm_subspec.substitute.quantize import quantize
+from vllm_subspec.tools import padded
+from vllm_subspec.tools.padded import decoder_bytes, main, make_padded
+from vllm_subspec.weights.quantize import quantize
 
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD, LAYERS, VOCAB = 64, 128, 4, 2, 32, 2, 320
 SIZES = (256, 448, 8)

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_subspec import sampler
-from vllm_subspec.cli import main
-from vllm_subspec.plan.advise import DoesNotFit, Placement, default_context, make_plan, placements
-from vllm_subspec.plan.fastest import fastest_plan
-from vllm_subspec.plan.memory import (
+from vllm_subspec.round import verify as sampler
+from vllm_subspec.tools.cli import main
+from vllm_subspec.tools.plan.advise import DoesNotFit, Placement, default_context, make_plan, placements
+from vllm_subspec.tools.plan.fastest import fastest_plan
+from vllm_subspec.tools.plan.memory import (
     CUDA_CONTEXT,
     LIBRARIES,
     ROWS_AT_ONCE,
@@ -30,10 +30,10 @@ from vllm_subspec.plan.memory import (
     prefetch_bytes,
     substitute_bytes,
 )  # fmt: skip
-from vllm_subspec.plan.model import Layer, Model, load_model, model_from_config
-from vllm_subspec.plan.options import options, take_option
-from vllm_subspec.plan.speed import GB, Bandwidth, expect
-from vllm_subspec.sizes import GIB, MIB, parse_size
+from vllm_subspec.tools.plan.model import Layer, Model, load_model, model_from_config
+from vllm_subspec.tools.plan.options import options, take_option
+from vllm_subspec.tools.plan.speed import GB, Bandwidth, expect
+from vllm_subspec.tools.sizes import GIB, MIB, parse_size
 
 QWEN2_7B = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
@@ -139,8 +139,8 @@ def test_sizes_of_qwen2_7b():
 
 def test_substitutes_take_what_is_stored(vllm_parameters):
     """Catches: codes, scales or zero-points stored in another width than planned."""
-    from vllm_subspec.substitute.linear import _packed
-    from vllm_subspec.substitute.quantize import quantize
+    from vllm_subspec.weights.quantize import quantize
+    from vllm_subspec.weights.substitute import _packed
 
     packed = _packed(quantize(torch.randn(128, 192).bfloat16(), 4, 64))
     stored = sum(t.nbytes for t in (packed.weight_packed, packed.weight_scale, packed.weight_zero_point))
@@ -152,7 +152,7 @@ def test_substitutes_take_what_is_stored(vllm_parameters):
 
 def test_defaults_are_the_speculative_configs():
     """Catches: a tree or group size planned for that is not what runs."""
-    from vllm_subspec.config import SubSpecConfig
+    from vllm_subspec.engine.config import SubSpecConfig
 
     fields = SubSpecConfig.__dataclass_fields__
     default = lambda name: getattr(fields[name].default, "default", fields[name].default)  # noqa: E731
@@ -584,22 +584,22 @@ def test_what_the_hub_answers_is_told_apart(capsys, monkeypatch, error, words):
 
 def test_a_gpu_that_is_too_small(checkpoint, capsys, monkeypatch):
     """Catches: a utilization above 1; a plan for a card that is not there."""
-    monkeypatch.setattr("vllm_subspec.plan.report.gpu_memory", lambda: 6 * GIB)
+    monkeypatch.setattr("vllm_subspec.tools.plan.report.gpu_memory", lambda: 6 * GIB)
     assert_refused(capsys, ["plan", checkpoint(), "--vram", "8GiB"], ["more than the 6.00 GiB", "6144MiB or less"])
 
 
 @pytest.mark.parametrize("others, said", [(0, False), (300 * MIB, True)])
 def test_memory_that_others_hold_is_told(checkpoint, capsys, monkeypatch, others, said):
     """Catches: a plan for a whole card that a desktop has a part of, which vLLM refuses to start."""
-    monkeypatch.setattr("vllm_subspec.plan.report.gpu_memory", lambda: 8 * GIB)
-    monkeypatch.setattr("vllm_subspec.plan.report.used_by_others", lambda: others)
+    monkeypatch.setattr("vllm_subspec.tools.plan.report.gpu_memory", lambda: 8 * GIB)
+    monkeypatch.setattr("vllm_subspec.tools.plan.report.used_by_others", lambda: others)
     assert main(["plan", checkpoint(), "--vram", "8GiB", "--pcie", "25", "--bandwidth", "1000"]) == 0
     assert ("--vram 7892MiB" in capsys.readouterr().out) == said
 
 
 def test_a_card_by_the_size_on_its_box_is_planned_for_as_it_is(checkpoint, capsys, monkeypatch):
     """Catches: 8GiB refused on a card of "8 GB" that reports less, or planned for as if it had them."""
-    monkeypatch.setattr("vllm_subspec.plan.report.gpu_memory", lambda: int(7.6 * GIB))
+    monkeypatch.setattr("vllm_subspec.tools.plan.report.gpu_memory", lambda: int(7.6 * GIB))
     for more in ([], ["--fastest"]):
         command = ["plan", checkpoint(), "--vram", "8GiB", "--pcie", "25", "--bandwidth", "1000", "--json", *more]
         assert main(command) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_subspec.substitute.quantize import fitting_group_size, quantize
+from vllm_subspec.weights.quantize import fitting_group_size, quantize
 
 pytestmark = pytest.mark.kernels
 
@@ -64,25 +64,25 @@ def test_group_size_divides_the_input(size, expected):
 def test_the_4_bit_kernel_multiplies_by_exactly_the_quantized_values(vllm_parameters, monkeypatch, dtype, rows):
     """Catches: a packing in the wrong order, zero-points or scales of another group, a kernel that rounds them; rows
     lost or exchanged where large weights are worked on in slices."""
-    from vllm_subspec.substitute import linear
-    from vllm_subspec.substitute import quantize as module
+    from vllm_subspec.weights import quantize as module
+    from vllm_subspec.weights import substitute
 
     monkeypatch.setattr(module, "MAX_WEIGHTS", 33 * 192)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(3)
     q = quantize((torch.randn(160, 192, device=device) * 0.05).to(dtype), 4, 64)
-    config = linear._kernel_config(q)
-    kernel = linear.KERNELS[device]
-    assert linear._obstacle(kernel, config) is None
+    config = substitute._kernel_config(q)
+    kernel = substitute.KERNELS[device]
+    assert substitute._obstacle(kernel, config) is None
     x = torch.randn(rows, 192, device=device).to(dtype)
-    got = linear.KernelMethod(kernel, config, q).apply(None, x)
+    got = substitute.KernelMethod(kernel, config, q).apply(None, x)
     expected = x.double() @ q.dequantize().double().T
     eps = torch.finfo(dtype).eps
     assert (got.double() - expected).norm() / expected.norm() < eps
     # A unit vector reads the values out one by one.
     unit = torch.zeros(1, 192, device=device, dtype=dtype)
     unit[0, 77] = 1
-    read = linear.KernelMethod(kernel, config, q).apply(None, unit)[0]
+    read = substitute.KernelMethod(kernel, config, q).apply(None, unit)[0]
     torch.testing.assert_close(read, q.dequantize()[:, 77], rtol=eps, atol=0)
 
 
@@ -92,14 +92,14 @@ def test_making_a_substitute_takes_no_more_than_planned(vllm_parameters, shape):
     """Catches: copies of a whole weight while it is quantized or packed: out of memory on the card that was planned."""
     from types import SimpleNamespace
 
-    from vllm_subspec.plan.memory import Run, quantization_bytes
-    from vllm_subspec.substitute import linear
+    from vllm_subspec.tools.plan.memory import Run, quantization_bytes
+    from vllm_subspec.weights import substitute
 
     stored = torch.randn(shape, device="cuda").mul_(0.02).bfloat16().cpu()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     q = quantize(stored.cuda(), 4, 64)
-    linear.KernelMethod(linear.KERNELS["cuda"], linear._kernel_config(q), q)
+    substitute.KernelMethod(substitute.KERNELS["cuda"], substitute._kernel_config(q), q)
     taken = torch.cuda.max_memory_allocated() - before
     planned = quantization_bytes(SimpleNamespace(linears={"": shape}), Run())
     print(f"{shape}: {taken / 2**20:.0f} MiB, planned {planned / 2**20:.0f}")

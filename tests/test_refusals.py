@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_speculative_method_is_refused():
     """Catches: the method that a speculators checkpoint names, silently instead of ours."""
     from vllm.config import SpeculativeConfig
 
-    from vllm_subspec.support import check_config
+    from vllm_subspec.engine.support import check_config
 
     other = object.__new__(SpeculativeConfig)
     other.__dict__["method"] = "eagle3"
@@ -287,7 +287,7 @@ def other_attention(name: str) -> type:
 )
 def test_attention_that_trees_do_not_know_is_refused(make, words):
     """Catches: layers of the loaded model that the configuration did not give away, verified by another attention."""
-    from vllm_subspec.attention.impl import install
+    from vllm_subspec.round.attention.impl import install
 
     install({"fine": layer()})
     with pytest.raises(NotImplementedError, match=words):
@@ -296,7 +296,7 @@ def test_attention_that_trees_do_not_know_is_refused(make, words):
 
 def test_a_model_with_inputs_of_its_own_is_refused():
     """Catches: a model whose class exchanges positions, inputs or the sampler behind the batch that holds the tree."""
-    from vllm_subspec.runner import SubSpecRunner
+    from vllm_subspec.engine.runner import SubSpecRunner
 
     class Base:
         def load_model(self):
@@ -337,7 +337,7 @@ def test_arguments_that_are_accepted(configure, arguments):  # noqa: F811
 )  # fmt: skip
 def test_group_sizes_without_a_kernel_are_refused(size, dtype, cuda, refused):
     """Catches: substitutes of full size, which fail for want of memory under another name."""
-    from vllm_subspec.support import group_size_problems
+    from vllm_subspec.engine.support import group_size_problems
 
     problems = list(group_size_problems(size, dtype, cuda))
     assert len(problems) == refused and all("32, 64 or 128" in p for p in problems)
@@ -352,7 +352,7 @@ def test_cuda_graphs_never_contain_the_attention_of_a_tree(given, made):
     """Catches: a full CUDA graph replayed for a tree, with the attention of the batch that it was captured for."""
     from vllm.config import CUDAGraphMode
 
-    from vllm_subspec.support import without_full_graphs
+    from vllm_subspec.engine.support import without_full_graphs
 
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[given])
     without_full_graphs(SimpleNamespace(compilation_config=compilation))

@@ -9,7 +9,7 @@ import torch
 from vllm.model_executor.offloader import set_offloader
 from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
-from vllm_subspec.stats import Rounds, time_waits
+from vllm_subspec.engine.stats import Rounds, time_waits
 
 
 @pytest.fixture

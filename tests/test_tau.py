@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_subspec.tau import SETTINGS, measure
+from vllm_subspec.tools.tau import SETTINGS, measure
 
 ORACLE = [15.00, 13.77, 11.89]
 """A separate plain-PyTorch program, float32, greedy, at most 128 tokens: all six prompts, per setting."""

@@ -12,12 +12,12 @@ import engine
 import pytest
 import torch
 
-from vllm_subspec.bench import trace_html, trace_text
-from vllm_subspec.cli import main
-from vllm_subspec.runner import Verifier
-from vllm_subspec.trace import Tracer, likeliest, traced
-from vllm_subspec.tree import TokenTree, grow
-from vllm_subspec.worker import SubSpecWorkerMixin
+from vllm_subspec.engine.runner import Verifier
+from vllm_subspec.engine.trace import Tracer, likeliest, traced
+from vllm_subspec.engine.worker import SubSpecWorkerMixin
+from vllm_subspec.round.tree import TokenTree, grow
+from vllm_subspec.tools.bench import trace_html, trace_text
+from vllm_subspec.tools.cli import main
 
 WORDS = {0: "root", 1: " the", 2: " sea", 3: "<b>&\"'", 4: "\n", 5: " wave", 6: "</script>"}
 ROUND = {  # root -> 1, 2; 1 -> 3, 4; 3 -> 5

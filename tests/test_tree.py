@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import beam, path_to, random_tree, walk
 
-from vllm_subspec.tree import TokenTree, accept, grow
+from vllm_subspec.round.tree import TokenTree, accept, grow
 
 seeds = st.integers(0, 2**32)
 

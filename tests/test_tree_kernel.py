@@ -11,9 +11,9 @@ import pytest
 import torch
 import triton
 
-from vllm_subspec.attention.tree_kernel import paged_tree_attention
-from vllm_subspec.attention.tree_torch import tree_attention
-from vllm_subspec.kv.move_kernel import move_kv
+from vllm_subspec.round.attention.tree_kernel import paged_tree_attention
+from vllm_subspec.round.attention.tree_torch import tree_attention
+from vllm_subspec.round.kv.move_kernel import move_kv
 
 pytestmark = pytest.mark.kernels
 
@@ -180,7 +180,7 @@ def test_smaller_trees_share_the_kernels_of_the_largest(monkeypatch, heads):
             return lambda *args, **constants: launched.append(constants)
 
     for kernel in ("_attention_kernel", "_combine_kernel"):
-        monkeypatch.setattr(f"vllm_subspec.attention.tree_kernel.{kernel}", Recorder())
+        monkeypatch.setattr(f"vllm_subspec.round.attention.tree_kernel.{kernel}", Recorder())
     for rows in (1, 2, 7, 40, 289):
         problem = Problem("cpu", 50, num_nodes=289, num_rows=rows, heads=heads)
         paged_tree_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_subspec import uva
+from vllm_subspec.weights import uva
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from vllm_subspec.tree import TokenTree
+from vllm_subspec.round.tree import TokenTree
 
 
 def random_tree(rnd: random.Random, num_nodes: int, vocabulary: int) -> TokenTree:

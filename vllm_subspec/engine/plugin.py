@@ -1,0 +1,106 @@
+"""What vLLM loads: `register` in every process (``vllm.general_plugins``).
+
+Two methods of vLLM's EngineArgs are wrapped, so that ``{"method": "subspec"}`` makes our speculative config, our
+worker class is chosen for that engine, and what cannot work is refused at the start; and the check by which vLLM
+refuses requests that its own speculative methods cannot serve. Everything else of the plugin is reached through the
+worker class. Without the method the wrappers call vLLM's own and change nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ..versions import SUPPORTED, is_supported, vllm_build
+from .compat import check_manifest
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.subspec")
+
+
+def register() -> None:
+    """Set the hooks, once, on a supported vLLM; elsewhere say so and leave vLLM untouched."""
+    _, installed = vllm_build()
+    if not is_supported(installed):
+        logger.warning("subspec: this plugin needs vLLM %s.x and is off on vLLM %s", SUPPORTED, installed)
+        return
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+
+    _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
+    _wrap(EngineArgs, "create_speculative_config", _create_speculative_config)
+    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+
+
+def _wrap(cls: type, name: str, wrapper: Any) -> None:
+    original = getattr(cls, name)
+    if getattr(original, "_subspec", False):
+        return
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        return wrapper(original, self, *args, **kwargs)
+
+    method._subspec = True
+    setattr(cls, name, method)
+
+
+def _method(args: EngineArgs) -> str | None:
+    return args.spec_method or (args.speculative_config or {}).get("method")
+
+
+def _create_speculative_config(original, args: EngineArgs, target_model_config, target_parallel_config):
+    from ..cpu import platform as cpu
+
+    if _method(args) != "subspec":
+        cpu.disarm()
+        return original(args, target_model_config, target_parallel_config)
+    from .config import make_config
+    from .support import check_model
+
+    given = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
+    for flag, key, value in (
+        ("--spec-method", "method", args.spec_method),
+        ("--spec-model", "model", args.spec_model),
+        ("--spec-tokens", "num_speculative_tokens", args.spec_tokens),
+    ):
+        if value is None:
+            continue
+        if key in given:
+            raise ValueError(f"subspec: {flag} is given beside {key} in --speculative-config; remove one of them")
+        given[key] = value
+    check_manifest()
+    check_model(target_model_config)
+    made = make_config(given, target_model_config, target_parallel_config)
+    cpu.arm()
+    worker = "worker_cpu.SubSpecCPUWorker" if cpu.is_cpu_build() else "worker.SubSpecWorker"
+    target_parallel_config.worker_cls = f"vllm_subspec.engine.{worker}"
+    return made
+
+
+def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs):
+    if _method(args) != "subspec":
+        return original(args, *call_args, **call_kwargs)
+    from ..cpu import platform as cpu
+    from .support import check_arguments, check_config, without_async_scheduling, without_full_graphs
+
+    try:
+        check_arguments(args)
+        without_async_scheduling(args)
+        with cpu.configuring():
+            made = original(args, *call_args, **call_kwargs)
+            check_config(made)
+            without_full_graphs(made)
+    except Exception:
+        cpu.disarm()
+        raise
+    return made
+
+
+def _validate_spec_decode(original, params, speculative_config):
+    # vLLM's own methods cannot serve min_p and logit_bias; here vLLM's sampler has the last word on every token.
+    if getattr(speculative_config, "method", None) != "subspec":
+        original(params, speculative_config)

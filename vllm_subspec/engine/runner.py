@@ -1,0 +1,263 @@
+"""vLLM's model runner with four seams: load the draft, draft before a pass, verify after it, ask for the next tree."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import base_loader
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu import model_runner as vllm_runner
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from ..patching import replaced
+from ..round.attention.impl import install
+from ..round.kv.commit import commit
+from ..round.limits import LEAVE_OUT
+from ..round.speculator import SubSpecSpeculator
+from ..round.tree import TokenTree
+from ..round.verify import ROWS_AT_ONCE, sample_roots, verify_greedy, verify_sampled
+from ..weights.draft import make_draft
+from ..weights.substitute import make_substitutes
+from ..weights.uva import copy_before_use
+from .ablation import PrivateKVSpeculator, private_attention, transfer_when_reached
+from .stats import Rounds
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.subspec")
+
+
+def make_runner(runner_cls: type, vllm_config: VllmConfig, device: torch.device) -> Any:
+    """An instance of ``runner_cls`` (vLLM's runner with `SubSpecRunner` before it), given our speculator."""
+    speculator = SubSpecSpeculator if vllm_config.speculative_config.share_kv else PrivateKVSpeculator
+    make = lambda vllm_config, device, req_states: speculator(vllm_config, device)  # noqa: E731
+    with replaced(vllm_runner, "init_speculator", make):
+        return runner_cls(vllm_config, device)
+
+
+class Verifier:
+    """Stands where vLLM has its RejectionSampler: called for every step with draft rows."""
+
+    enable_adaptive_verification = False
+
+    def __init__(self, verify):
+        self.verify = verify
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch, draft_logits=None, invalid_drafts=None):
+        return self.verify(logits, input_batch)
+
+
+class SubSpecRunner:
+    """Mixed in before vLLM's GPUModelRunner (Model Runner V2)."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.rounds = Rounds(device)
+        self.tree: TokenTree | None = None  # what the step under way verifies
+        self.tree_requests: dict[str, int | None] = {}  # request id -> its max_tokens, where a tree may be drafted
+        self.argmax_requests: set[str] = set()  # those of them that take the argmax of the target's own logits
+        self._marks: list[Any] = []  # start of the step, end of its draft
+        self._warned = False
+
+    # --- load: the target as vLLM loads it, and the draft around its modules
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        substitutes: dict[str, torch.nn.Module] = {}
+        process_weights = base_loader.process_weights_after_loading
+
+        def substitute_then_process(model, model_config, target_device):
+            # vLLM's kernels repack weights in place and some drop the original, so substitutes are made before.
+            started = time.perf_counter()
+            substitutes.update(make_substitutes(model, self.speculative_config, self.device))
+            logger.info("Made %d substitutes in %.1f s", len(substitutes), time.perf_counter() - started)
+            process_weights(model, model_config, target_device)
+
+        with replaced(base_loader, "process_weights_after_loading", substitute_then_process):
+            super().load_model(*args, **kwargs)
+        if type(self.model_state) is not DefaultModelState:
+            raise NotImplementedError(
+                f"subspec: {type(self.model).__name__} makes inputs or samples in a way of its own "
+                f"({type(self.model_state).__name__}), which does not know trees; {LEAVE_OUT}"
+            )
+        if not substitutes:
+            raise ValueError(
+                "subspec: the model has no linear layers that a substitute could stand in for; " + LEAVE_OUT
+            )
+        copy_before_use(self.model)
+        if not self.speculative_config.share_kv:
+            substitutes |= private_attention(self.model, self.compilation_config.static_forward_context)
+        if not self.speculative_config.async_transfer:
+            transfer_when_reached()
+        self.speculator.model = make_draft(self.model, substitutes, self.device)
+        self.model_state.prepare_attn = self._with_tree_metadata(self.model_state.prepare_attn)
+        self.rejection_sampler = Verifier(self._verify)
+        self.speculator.noise.attach(self.sampler)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """vLLM's memory profile of sampling, with the logits of a whole tree: KV cache must not take their place."""
+        super()._dummy_sampler_run(hidden_states)
+        logits = self.model.compute_logits(hidden_states[:1].repeat(1 + self.speculator.max_nodes, 1))
+        logits[:ROWS_AT_ONCE].float().clone()
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        context = self.compilation_config.static_forward_context
+        layers = [{name: context[name] for name in group.layer_names} for group in self.kv_cache_config.kv_cache_groups]
+        for group in layers:
+            install(group)
+        self.speculator.set_kv_groups(
+            [list(group) for group in layers], [table.shape[1] for table in self.block_tables.input_block_tables]
+        )
+        # A layer that shares another's cache has none of its own to compact.
+        self.cache_owners = [
+            [layer for layer in group.values() if layer.kv_sharing_target_layer_name is None] for group in layers
+        ]
+
+    def capture_model(self, *args: Any, **kwargs: Any) -> int:
+        size = super().capture_model(*args, **kwargs)
+        if self.speculator.graph is None:  # vLLM had nothing of its own to capture
+            self.speculator.capture()
+        return size
+
+    def set_tree(self, width: int, depth: int, **options: float) -> None:
+        captured = self.speculator.graph is not None
+        self.speculator.set_tree(width, depth, **options)
+        if captured:
+            self.speculator.capture()
+
+    # --- draft: between vLLM's slot mapping and its forward pass
+
+    def prepare_attn(self, input_batch: InputBatch):
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        started = self.rounds.mark()
+        self.tree = self._draft(input_batch, block_tables, slot_mappings)
+        if self.tree is None and input_batch.num_draft_tokens:
+            input_batch.input_ids.clamp_(min=0)  # vLLM marks drafts that it did not want by -1, which is no token
+        self._marks = [started, self.rounds.mark()]
+        return block_tables, slot_mappings
+
+    def _draft(self, input_batch: InputBatch, block_tables, slot_mappings) -> TokenTree | None:
+        """Draft the tree that this step verifies and write it into the batch, if the step is made for one."""
+        num_drafts = input_batch.num_draft_tokens
+        if (
+            num_drafts == 0
+            or input_batch.num_reqs != 1
+            or input_batch.num_tokens != 1 + num_drafts
+            or num_drafts > self.speculator.tree_width * self.speculator.tree_depth  # set_tree came between
+            or input_batch.has_prefill
+            or input_batch.req_ids[0] not in self.tree_requests
+        ):
+            return None
+        try:
+            for group, table, slots in zip(self.speculator.groups, block_tables, slot_mappings):
+                group.block_table.copy_(table[0])
+                group.node_slots[: 1 + num_drafts] = slots[: 1 + num_drafts]
+                group.node_slots[1 + num_drafts :] = -1
+            states = self.sampler.sampling_states
+            self.speculator.sampled = bool(states.temperature.np[input_batch.idx_mapping_np[0]])
+            if self.speculator.sampled:
+                self.speculator.noise.read(states, input_batch.idx_mapping[:1])
+            tree = self.speculator.draft(input_batch.input_ids[0], input_batch.positions[0], num_drafts)
+        except Exception:
+            self._warn("Drafting failed; requests go on by plain decoding")
+            return None
+        input_batch.input_ids[: len(tree)] = tree.tokens.clamp(min=0).to(input_batch.input_ids.dtype)
+        input_batch.positions[: len(tree)] = self.speculator.context_len + tree.depths
+        return tree
+
+    def _with_tree_metadata(self, prepare_attn):
+        """vLLM's metadata, with the attention layers' own exchanged when the step verifies a tree."""
+
+        def prepare(input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            metadata = prepare_attn(input_batch, *args, **kwargs)
+            if self.tree is not None:
+                metadata.update(self.speculator.verification_metadata(self.tree))
+            return metadata
+
+        return prepare
+
+    # --- verify: instead of vLLM's rejection sampler
+
+    def _verify(self, logits: torch.Tensor, input_batch: InputBatch):
+        if self.tree is not None:
+            try:
+                return self._verify_tree(logits, input_batch)
+            except Exception:
+                self._warn("Verifying a tree failed; requests go on by plain decoding")
+                self.tree = None
+        return sample_roots(self.sampler, logits, input_batch)
+
+    def _verify_tree(self, logits: torch.Tensor, input_batch: InputBatch):
+        speculator = self.speculator
+        verify = verify_greedy if input_batch.req_ids[0] in self.argmax_requests else verify_sampled
+        output, path = verify(self.tree, self.sampler, logits, input_batch, speculator.tree_depth)
+        for layers, group in zip(self.cache_owners, speculator.groups):
+            if layers:
+                commit(layers, group.block_table, speculator.context_len, path, output.num_sampled[0] - 1)
+        return output
+
+    def _warn(self, message: str) -> None:
+        """Log the exception under way, the first time one is caught."""
+        if not self._warned:
+            logger.exception(message)
+        self._warned = True
+
+    def sample(self, hidden_states, input_batch: InputBatch, grammar_output):
+        sampled = super().sample(hidden_states, input_batch, grammar_output)
+        size, accepted = (1 + self.speculator.drafted, sampled[1][0] - 1) if self.tree is not None else (1, 0)
+        self.rounds.add(input_batch.req_ids[0], size, accepted, [*self._marks, self.rounds.mark()])
+        self.tree = None
+        return sampled
+
+    # --- ask: how many draft rows each request wants in the next step
+
+    def add_requests(self, scheduler_output) -> None:
+        super().add_requests(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            params = new.sampling_params
+            if params is None or params.structured_outputs is not None or not self._may_verify_chains():
+                continue
+            self.tree_requests[new.req_id] = params.max_tokens
+            index = self.req_states.req_id_to_index[new.req_id]
+            if (
+                params.temperature == 0.0
+                and not self.sampler.needs_logits_processing[index]
+                and self.sampler.get_logprobs_dims(np.array([index])) is None
+            ):
+                self.argmax_requests.add(new.req_id)
+
+    def _may_verify_chains(self) -> bool:
+        """Whether vLLM's sampler can go over several tokens of one request: its masks are of one only."""
+        return not self.sampler.return_sampling_mask
+
+    def _remove_request(self, req_id: str) -> bool:
+        self.tree_requests.pop(req_id, None)
+        self.argmax_requests.discard(req_id)
+        return super()._remove_request(req_id)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        proposed = super().take_draft_token_ids()
+        if proposed is None:
+            return None
+        counts = [self._tree_size(req_id) if len(proposed.req_ids) == 1 else 0 for req_id in proposed.req_ids]
+        return DraftTokenIds(proposed.req_ids, [[-1] * count for count in counts])
+
+    def _tree_size(self, req_id: str) -> int:
+        """Nodes worth drafting next: no deeper than the tokens that the request may still emit.
+
+        The step is over and its output was read, so reading the token count waits for nothing.
+        """
+        if req_id not in self.tree_requests or req_id not in self.req_states.req_id_to_index:
+            return 0
+        index = self.req_states.req_id_to_index[req_id]
+        emitted = int(self.req_states.num_computed_tokens.gpu[index]) + 1 - int(self.req_states.prompt_len.np[index])
+        depth, max_tokens = self.speculator.tree_depth, self.tree_requests[req_id]
+        if max_tokens is not None:
+            depth = max(0, min(depth, max_tokens - emitted - 1))
+        return depth * self.speculator.tree_width
