@@ -56,7 +56,7 @@ def verified_trees(llm):
     verify, seen = runner.rejection_sampler.verify, []
 
     def record(logits, input_batch):
-        step = runner.tree
+        step = runner.round.tree if runner.round is not None else None
         if step is not None and len(seen) < 4:
             index = int(input_batch.idx_mapping[0])
             context_len = int(runner.speculator.context_len)
@@ -77,10 +77,10 @@ def verified_trees(llm):
 
 def private_context(llm):
     """The draft attends to an empty context of its own: nothing of what the target wrote."""
-    from vllm_subspec.round.attention.metadata import TreeMetadata
+    from vllm_subspec.cpu import attention
 
     speculator = runner_of(llm).speculator
-    forward, visible = speculator.forward, TreeMetadata.visible
+    forward, visible = speculator.forward, attention.visible_keys
 
     def without_context(metadata, window):
         seen = visible(metadata, window).clone()
@@ -88,11 +88,11 @@ def private_context(llm):
         return seen
 
     def blind(*args):
-        TreeMetadata.visible = without_context
+        attention.visible_keys = without_context
         try:
             return forward(*args)
         finally:
-            TreeMetadata.visible = visible
+            attention.visible_keys = visible
 
     speculator.forward = blind
     yield
@@ -113,9 +113,10 @@ def unshared_norm(llm):
 def faults(llm):
     """Something fails in every second round: an exception in the draft, NaN logits, logits of another shape, an
     exception in verification, one after the other."""
-    runner = runner_of(llm)
-    speculator, state = runner.speculator, {"round": 0, "kind": None, "injected": []}
-    draft, forward, verify = speculator.draft, speculator.forward, runner._verify_tree
+    from vllm_subspec.round.round import Round
+
+    speculator, state = runner_of(llm).speculator, {"round": 0, "kind": None, "injected": []}
+    draft, forward, verify = speculator.draft, speculator.forward, Round.verify
 
     def faulty_draft(*args):
         state["round"] += 1
@@ -138,9 +139,36 @@ def faults(llm):
             raise RuntimeError("injected")
         return verify(*args)
 
-    speculator.draft, speculator.forward, runner._verify_tree = faulty_draft, faulty_forward, faulty_verify
+    speculator.draft, speculator.forward, Round.verify = faulty_draft, faulty_forward, faulty_verify
     yield
+    Round.verify = verify
     return state["injected"]
+
+
+def broken(llm):
+    """Every draft fails. Returns the draft rows of each step."""
+    runner, rows = runner_of(llm), []
+    prepare = runner.prepare_inputs
+
+    def counted(*args, **kwargs):
+        batch = prepare(*args, **kwargs)
+        rows.append(batch.num_draft_tokens)
+        return batch
+
+    def draft(*args):
+        raise RuntimeError("injected")
+
+    runner.prepare_inputs, runner.speculator.draft = counted, draft
+    yield
+    return rows
+
+
+def witness(llm):
+    """How a custom logits processor was called (see processors.Witness), and in how many steps."""
+    (found,) = [p for p in runner_of(llm).sampler.logits_processors if type(p).__name__ == "Witness"]
+    found.calls.clear()
+    yield
+    return found.calls
 
 
 def grown_and_fresh(llm):
@@ -192,16 +220,16 @@ def offloaded_and_substituted(llm):
 def without_synchronisation(llm):
     """From the start of each draft to the end of its acceptance and commit, a wait of the host is an error."""
     runner, rounds = runner_of(llm), []
-    draft, verify = runner._draft, runner.rejection_sampler.verify
+    begin, verify = runner._begin_round, runner.rejection_sampler.verify
 
     def start(*args):
         torch.cuda.set_sync_debug_mode("error")
-        tree = draft(*args)
-        if tree is None:
+        begun = begin(*args)
+        if begun is None:
             torch.cuda.set_sync_debug_mode("default")
         else:
-            rounds.append(len(tree))
-        return tree
+            rounds.append(len(begun.tree))
+        return begun
 
     def end(*args):
         try:
@@ -209,18 +237,18 @@ def without_synchronisation(llm):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    runner._draft, runner.rejection_sampler.verify = start, end
+    runner._begin_round, runner.rejection_sampler.verify = start, end
     yield
     return rounds
 
 
 def compiled(llm):
     """How many variants of each of our kernels there are, before and after the requests."""
+    from vllm_subspec.round import commit
     from vllm_subspec.round.attention import tree_kernel
-    from vllm_subspec.round.kv import move_kernel
     from vllm_subspec.round.noise import _noise_kernel
 
-    kernels = [tree_kernel._attention_kernel, tree_kernel._combine_kernel, move_kernel._move_kernel, _noise_kernel]
+    kernels = [tree_kernel._attention_kernel, tree_kernel._combine_kernel, commit._move_kernel, _noise_kernel]
 
     def variants():
         return {kernel.fn.__name__: sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels}

@@ -20,3 +20,22 @@ class NoNeighbours(LogitsProcessor):
             for token in [*done, *drafted][-3:]:
                 logits[row, max(0, token - 20) : token + 20] = float("-inf")
         return logits
+
+
+class Witness(LogitsProcessor):
+    """Changes nothing and notes how it is called: of each call and request its rows' offsets and their positions, counted
+    from its last committed token."""
+
+    def __init__(self, vllm_config, req_states):
+        self.req_states = req_states
+        self.calls: list[list[tuple[list[int], list[int]]]] = []
+
+    def apply(self, logits, ctx):
+        assert logits.shape[0] == len(ctx.expanded_idx_mapping) == len(ctx.pos) == len(ctx.input_ids)
+        call = []
+        for slot in ctx.idx_mapping.tolist():
+            rows = ctx.expanded_idx_mapping == slot
+            last = int(self.req_states.total_len.gpu[slot]) - 1
+            call.append((ctx.expanded_local_pos[rows].tolist(), (ctx.pos[rows] - last).tolist()))
+        self.calls.append(call)
+        return logits

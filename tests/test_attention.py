@@ -9,8 +9,8 @@ import pytest
 import torch
 from trees import random_tree
 
+from vllm_subspec.cpu.attention import key_slots, tree_attention, visible_keys
 from vllm_subspec.round.attention.metadata import KVGroup, tree_metadata
-from vllm_subspec.round.attention.tree_torch import tree_attention
 
 
 def by_definition(q, k, v, visible, scale, cap):
@@ -47,8 +47,8 @@ def test_rows_see_context_ancestors_and_nothing_out_of_the_window(window, seed):
     rows = torch.arange(3, 12)
     group = KVGroup(["layer"], torch.tensor([7, 3, 5], dtype=torch.int32), torch.zeros(12))
     metadata = tree_metadata([group], torch.tensor(context_len), tree, rows, max_keys=64, max_rows=9)["layer"]
-    assert metadata.slots(8).tolist() == [7 * 8 + i for i in range(8)] + [3 * 8 + i for i in range(8)] + [40, 41]
-    visible = metadata.visible(window)
+    assert key_slots(metadata, 8).tolist() == [7 * 8 + i for i in range(8)] + [3 * 8 + i for i in range(8)] + [40, 41]
+    visible = visible_keys(metadata, window)
     positions = [*range(context_len), *(context_len + int(d) for d in tree.depths)]
     for i, row in enumerate(rows.tolist()):
         for key in range(context_len + 12):

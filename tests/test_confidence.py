@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import engine
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from prompts import requests
 from test_lossless import tau, tokens
 from trees import random_tree
 
+from vllm_subspec.round.draft import LAG, SubSpecSpeculator
 from vllm_subspec.round.tree import TokenTree, accept
 
 WIDTH, DEPTH = 4, 16
@@ -25,10 +27,10 @@ def test_a_cut_tree_accepts_what_its_first_nodes_do(seed, num_nodes, data):
     tree = random_tree(random.Random(seed), num_nodes, vocabulary=3)
     kept = data.draw(st.integers(1, num_nodes))
     target = torch.randint(0, 3, (num_nodes,))
-    before = tree.first(kept)
+    before = tree.prefix(kept)
     before = TokenTree(*(t.clone() for t in vars(before).values()))
-    tree.cut(kept)
-    assert all(torch.equal(a, b) for a, b in zip(vars(tree.first(kept)).values(), vars(before).values()))
+    tree.discard_after(kept)
+    assert all(torch.equal(a, b) for a, b in zip(vars(tree.prefix(kept)).values(), vars(before).values()))
     path, length = accept(tree, target, num_nodes)
     expected_path, expected_length = accept(before, target[:kept], num_nodes)
     assert length == expected_length and torch.equal(path, expected_path)
@@ -52,3 +54,50 @@ def test_early_ends_save_passes_and_cost_no_token(smollm2):
     assert min(drafted[1]) < WIDTH * DEPTH == max(drafted[1])
     assert sum(drafted[1]) / len(drafted[1]) < 0.9 * sum(drafted[0]) / len(drafted[0])
     assert tau(early) > 0.75 * tau(full)
+
+
+class PinnedMemory:
+    """A GPU that is late: what it copies to the host arrives when an event after it is waited for. Or one that is not."""
+
+    def __init__(self, late: bool):
+        self.late, self.level, self.on_the_way, self.arrived = late, 0, [], {}
+
+    def __getitem__(self, level: int) -> PinnedMemory:
+        self.level = level
+        return self
+
+    def copy_(self, score: torch.Tensor, non_blocking: bool) -> None:
+        self.on_the_way.append((self.level, float(score)))
+        if not self.late:
+            self.arrive(len(self.on_the_way))
+
+    def __float__(self) -> float:
+        return self.arrived[self.level]
+
+    def arrive(self, count: int) -> None:
+        self.arrived |= dict(self.on_the_way[:count])
+
+
+class Event:
+    def __init__(self, memory: PinnedMemory):
+        self.memory = memory
+
+    def record(self) -> None:
+        self.count = len(self.memory.on_the_way)
+
+    def synchronize(self) -> None:
+        self.memory.arrive(self.count)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("last", [0, 3, 9])
+def test_how_deep_a_draft_goes_does_not_depend_on_who_is_faster(last, late):
+    """Catches: a decision by whichever score the GPU wrote last, instead of a certain level's."""
+    speculator, memory = object.__new__(SubSpecSpeculator), PinnedMemory(late)
+    speculator.least_score, speculator._best = -1.0, memory
+    speculator._passed = [Event(memory) for _ in range(20)]
+    for level in range(20):
+        speculator.scores = torch.tensor([0.0 if level < last else -2.0])
+        if speculator._gives_up(level):
+            break
+    assert level == last + LAG

@@ -138,13 +138,21 @@ def test_all_kv_blocks_come_back(answers):
 
 
 def test_a_fault_costs_no_request(tiny_checkpoints):
-    """Catches: a fault inside the draft or the verification reaching the user, or a wrong token during or after it."""
+    """Catches: a fault inside the draft or the verification reaching the user, or a wrong token during or after it; one
+    that lasts and makes every step as wide as a tree; failures that are not counted."""
     job = {"model": tiny_checkpoints["llama"], "batches": [[r] for r in random_requests(16, [10, 30], 40)]}
     (expected,) = engine.plain([job])
-    (answer,) = engine.subspec([{**job, "probe": "faults"}], tree_width=3, tree_depth=6)
+    probes = [{**job, "probe": "faults"}, {**job, "probe": "broken"}]
+    answer, broken = engine.subspec(probes, tree_width=3, tree_depth=6)
     assert tokens(answer) == tokens(expected)
     assert set(answer["probe"]) == {"exception", "nan", "shape", "verify"}
     assert any(r["accepted"] for r in answer["rounds"])  # rounds in between are speculated
+    assert any(r["failed"] for r in answer["rounds"])
+
+    # What fails every time is given up: each try costs a pass over all its rows.
+    assert tokens(broken) == tokens(expected)
+    assert [r["failed"] for r in broken["rounds"]].count(True) == 3
+    assert sum(rows > 0 for rows in broken["probe"]) == 3
 
 
 def test_substitutes_without_room_stop_the_start_in_one_sentence(monkeypatch):

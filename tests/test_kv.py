@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_subspec.round.kv.commit import commit
-from vllm_subspec.round.kv.layout import read_slots, slots_at
+from vllm_subspec.cpu.kv import commit, read_slots, slots_at
 
 KV_HEADS, SIZE, BLOCK = 3, 64, 32
 

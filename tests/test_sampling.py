@@ -50,7 +50,8 @@ def answers(tiny_checkpoints):
     lengths = {"hot": 64, "seeded": 64, "path dependent": 48, "scored": 24, "custom": 32}
     jobs = {name: one_by_one(params, lengths[name]) for name, params in CASES.items()}
     jobs = {name: {"model": tiny_checkpoints["llama"], "batches": batches} for name, batches in jobs.items()}
-    jobs["custom"]["engine"] = {"logits_processors": ["processors:NoNeighbours"]}
+    jobs["custom"]["engine"] = {"logits_processors": ["processors:NoNeighbours", "processors:Witness"]}
+    jobs["custom"]["probe"] = "witness"
     plain = dict(zip(jobs, engine.run([*jobs.values()], in_process=True, subspec_env=True)))
     ours = dict(zip(jobs, engine.subspec([*jobs.values()], tree_width=3, tree_depth=6)))
     return plain, ours
@@ -64,6 +65,20 @@ def test_tokens_equal_plain_vllm(answers, case):
     for params, want, got in zip(CASES[case], tokens(plain[case]), tokens(ours[case])):
         assert got == want, params
     assert tau(ours[case]) > 1.5  # they were speculated
+
+
+def test_custom_processors_are_called_as_vllm_promises(answers):
+    """Catches: a processor of the user's own that is called more than once a step, on rows of a tree, or on positions
+    that are not the request's next ones: one that counts or keeps state would go wrong."""
+    for answer in answers:
+        calls = answer["custom"]["probe"]
+        for call in calls:
+            for offsets, positions in call:
+                assert offsets == positions == list(range(len(offsets)))
+    plain, ours = (answer["custom"] for answer in answers)
+    assert len(plain["probe"]) == sum(len(a) for batch in tokens(plain) for a in batch)
+    assert len(ours["probe"]) == len(ours["rounds"]) < len(plain["probe"])
+    assert max(len(offsets) for call in ours["probe"] for offsets, _ in call) == 1 + 6  # a level a row
 
 
 def test_the_draft_knows_the_noise(answers):

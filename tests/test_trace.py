@@ -89,12 +89,12 @@ def test_tracer_records_each_node_and_leaves_no_trace():
     speculator = Speculator()
     output = SimpleNamespace(sampled_token_ids=torch.zeros(1, 5, dtype=torch.int64), num_sampled=torch.tensor([1]))
     verify = lambda logits, batch: output  # noqa: E731
-    runner = SimpleNamespace(speculator=speculator, rejection_sampler=Verifier(verify), tree=None)
+    runner = SimpleNamespace(speculator=speculator, rejection_sampler=Verifier(verify), round=None)
     tracer = Tracer(runner)
     for _ in range(2):
-        runner.tree = speculator.draft()
+        runner.round = SimpleNamespace(tree=speculator.draft())
         assert runner.rejection_sampler(torch.zeros(7, 20), None) is output
-    runner.tree = None  # a plain step
+    runner.round = None  # a plain step
     runner.rejection_sampler(torch.zeros(1, 20), None)
     rounds = tracer.stop()
     assert len(rounds) == 2 and rounds[0] == rounds[1]
@@ -117,7 +117,7 @@ def test_a_tracer_does_not_bring_back_a_graph(before, after):
     before; one where nothing can be captured."""
     speculator = Speculator()
     speculator.graph = before
-    Tracer(SimpleNamespace(speculator=speculator, rejection_sampler=Verifier(None), tree=None)).stop()
+    Tracer(SimpleNamespace(speculator=speculator, rejection_sampler=Verifier(None), round=None)).stop()
     assert speculator.graph == after
 
 

@@ -50,7 +50,7 @@ def test_grown_masks_and_depths_follow_the_parents(seed, width, depth):
         new = torch.arange(1 + level * width, 1 + (level + 1) * width)
         scores = grow(tree, leaves, scores, torch.randn(len(leaves), 16), new, 0.5)
         leaves = new
-    cut = tree.first(torch.randint(1, len(tree) + 1, ()).item())
+    cut = tree.prefix(torch.randint(1, len(tree) + 1, ()).item())
     for node in range(len(cut)):
         path = path_to(cut, node)
         assert path == sorted(path)

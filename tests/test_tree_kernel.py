@@ -11,9 +11,9 @@ import pytest
 import torch
 import triton
 
+from vllm_subspec.cpu.attention import tree_attention
 from vllm_subspec.round.attention.tree_kernel import paged_tree_attention
-from vllm_subspec.round.attention.tree_torch import tree_attention
-from vllm_subspec.round.kv.move_kernel import move_kv
+from vllm_subspec.round.commit import move_kv
 
 pytestmark = pytest.mark.kernels
 

@@ -19,7 +19,7 @@ from vllm.model_executor.offloader import get_offloader, set_offloader
 from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
 from ..round.attention.metadata import TreeMetadata
-from ..round.speculator import SubSpecSpeculator
+from ..round.draft import SubSpecSpeculator
 from ..round.tree import TokenTree
 from ..weights.draft import shallow_copy
 
@@ -69,14 +69,14 @@ class PrivateKVSpeculator(SubSpecSpeculator):
         self.tree = TokenTree.empty(1 + width * (depth + 1), self.device)
 
     def draft(self, root: torch.Tensor, context_len: torch.Tensor, num_nodes: int) -> TokenTree:
-        # A tree that ends inside a level was cut where the context ends: there is no room, and no need.
+        # A tree that ends inside a level ends where the context does: there is no room, and no need.
         whole_levels = num_nodes > 0 and num_nodes % self.tree_width == 0
         additional = self.tree_width if whole_levels else 0
         tree = super().draft(root, context_len, num_nodes + additional)
         self.drafted = num_nodes
-        return tree.first(1 + num_nodes)
+        return tree.prefix(1 + num_nodes)
 
-    def _gives_up(self, passed: list) -> bool:
+    def _gives_up(self, level: int) -> bool:
         return False
 
     def propose(self, input_batch, attn_metadata, slot_mappings, *args: Any, **kwargs: Any) -> torch.Tensor:

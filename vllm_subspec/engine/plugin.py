@@ -85,11 +85,18 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
     if _method(args) != "subspec":
         return original(args, *call_args, **call_kwargs)
     from ..cpu import platform as cpu
-    from .support import check_arguments, check_config, without_async_scheduling, without_full_graphs
+    from .support import (
+        check_arguments,
+        check_config,
+        without_async_scheduling,
+        without_compilation,
+        without_full_graphs,
+    )
 
     try:
         check_arguments(args)
         without_async_scheduling(args)
+        without_compilation(args)
         with cpu.configuring():
             made = original(args, *call_args, **call_kwargs)
             check_config(made)

@@ -15,16 +15,16 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from ..patching import replaced
-from ..round.attention.impl import install
-from ..round.kv.commit import commit
+from ..round.attention.impl import TreeAttention, install
+from ..round.draft import DRAFT_GRAPH_BYTES, SubSpecSpeculator
 from ..round.limits import LEAVE_OUT
-from ..round.speculator import SubSpecSpeculator
-from ..round.tree import TokenTree
-from ..round.verify import ROWS_AT_ONCE, sample_roots, verify_greedy, verify_sampled
+from ..round.round import Operations, Round
+from ..round.verify import ROWS_AT_ONCE, sample_roots
 from ..weights.draft import make_draft
 from ..weights.substitute import make_substitutes
 from ..weights.uva import copy_before_use
 from .ablation import PrivateKVSpeculator, private_attention, transfer_when_reached
+from .grammar import one_mask_a_request
 from .stats import Rounds
 
 if TYPE_CHECKING:
@@ -53,17 +53,24 @@ class Verifier:
         return self.verify(logits, input_batch)
 
 
+MAX_FAILURES = 3
+"""Trees in a row that may fail: each costs a pass over all its rows"""
+
+
 class SubSpecRunner:
     """Mixed in before vLLM's GPUModelRunner (Model Runner V2)."""
+
+    operations = Operations()
+    tree_attention: type[TreeAttention] = TreeAttention
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.rounds = Rounds(device)
-        self.tree: TokenTree | None = None  # what the step under way verifies
+        self.round: Round | None = None  # of the step under way
         self.tree_requests: dict[str, int | None] = {}  # request id -> its max_tokens, where a tree may be drafted
         self.argmax_requests: set[str] = set()  # those of them that take the argmax of the target's own logits
         self._marks: list[Any] = []  # start of the step, end of its draft
-        self._warned = False
+        self._failures, self._round_failed, self._warned = 0, False, False  # in a row; in this step; ever
 
     # --- load: the target as vLLM loads it, and the draft around its modules
 
@@ -78,7 +85,10 @@ class SubSpecRunner:
             logger.info("Made %d substitutes in %.1f s", len(substitutes), time.perf_counter() - started)
             process_weights(model, model_config, target_device)
 
-        with replaced(base_loader, "process_weights_after_loading", substitute_then_process):
+        with (
+            replaced(base_loader, "process_weights_after_loading", substitute_then_process),
+            replaced(vllm_runner, "StructuredOutputsWorker", one_mask_a_request),
+        ):
             super().load_model(*args, **kwargs)
         if type(self.model_state) is not DefaultModelState:
             raise NotImplementedError(
@@ -110,7 +120,7 @@ class SubSpecRunner:
         context = self.compilation_config.static_forward_context
         layers = [{name: context[name] for name in group.layer_names} for group in self.kv_cache_config.kv_cache_groups]
         for group in layers:
-            install(group)
+            install(group, self.tree_attention)
         self.speculator.set_kv_groups(
             [list(group) for group in layers], [table.shape[1] for table in self.block_tables.input_block_tables]
         )
@@ -119,11 +129,17 @@ class SubSpecRunner:
             [layer for layer in group.values() if layer.kv_sharing_target_layer_name is None] for group in layers
         ]
 
-    def capture_model(self, *args: Any, **kwargs: Any) -> int:
-        size = super().capture_model(*args, **kwargs)
-        if self.speculator.graph is None:  # vLLM had nothing of its own to capture
-            self.speculator.capture()
-        return size
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture vLLM's graphs, if it has any here, and the draft's; bytes that they take. While vLLM profiles, the
+        draft's are estimated: capturing them once more would take seconds."""
+        if profile_only:
+            with replaced(self.speculator, "capture", lambda: None):
+                return super().capture_model(profile_only=True) + DRAFT_GRAPH_BYTES
+        if self.cudagraph_manager.needs_capture():
+            return super().capture_model()
+        free = torch.accelerator.get_memory_info()[0]
+        self.speculator.capture()
+        return free - torch.accelerator.get_memory_info()[0]
 
     def set_tree(self, width: int, depth: int, **options: float) -> None:
         captured = self.speculator.graph is not None
@@ -136,83 +152,76 @@ class SubSpecRunner:
     def prepare_attn(self, input_batch: InputBatch):
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         started = self.rounds.mark()
-        self.tree = self._draft(input_batch, block_tables, slot_mappings)
-        if self.tree is None and input_batch.num_draft_tokens:
+        self.round = self._begin_round(input_batch, block_tables, slot_mappings)
+        if self.round is None and input_batch.num_draft_tokens:
             input_batch.input_ids.clamp_(min=0)  # vLLM marks drafts that it did not want by -1, which is no token
         self._marks = [started, self.rounds.mark()]
         return block_tables, slot_mappings
 
-    def _draft(self, input_batch: InputBatch, block_tables, slot_mappings) -> TokenTree | None:
-        """Draft the tree that this step verifies and write it into the batch, if the step is made for one."""
-        num_drafts = input_batch.num_draft_tokens
-        if (
-            num_drafts == 0
-            or input_batch.num_reqs != 1
-            or input_batch.num_tokens != 1 + num_drafts
-            or num_drafts > self.speculator.tree_width * self.speculator.tree_depth  # set_tree came between
-            or input_batch.has_prefill
-            or input_batch.req_ids[0] not in self.tree_requests
-        ):
+    def _begin_round(self, batch: InputBatch, block_tables, slot_mappings) -> Round | None:
+        """The round of this step, its tree drafted and written into the batch, if the step is made for one."""
+        if not self._is_for_a_tree(batch):
             return None
         try:
-            for group, table, slots in zip(self.speculator.groups, block_tables, slot_mappings):
-                group.block_table.copy_(table[0])
-                group.node_slots[: 1 + num_drafts] = slots[: 1 + num_drafts]
-                group.node_slots[1 + num_drafts :] = -1
-            states = self.sampler.sampling_states
-            self.speculator.sampled = bool(states.temperature.np[input_batch.idx_mapping_np[0]])
-            if self.speculator.sampled:
-                self.speculator.noise.read(states, input_batch.idx_mapping[:1])
-            tree = self.speculator.draft(input_batch.input_ids[0], input_batch.positions[0], num_drafts)
+            greedy = batch.req_ids[0] in self.argmax_requests
+            return Round(self.speculator, self.operations, self.sampler, batch, block_tables, slot_mappings, greedy)
         except Exception:
-            self._warn("Drafting failed; requests go on by plain decoding")
+            self._failed("Drafting a tree")
             return None
-        input_batch.input_ids[: len(tree)] = tree.tokens.clamp(min=0).to(input_batch.input_ids.dtype)
-        input_batch.positions[: len(tree)] = self.speculator.context_len + tree.depths
-        return tree
+
+    def _is_for_a_tree(self, batch: InputBatch) -> bool:
+        return (
+            0 < batch.num_draft_tokens <= self.speculator.tree_width * self.speculator.tree_depth  # see `set_tree`
+            and batch.num_reqs == 1
+            and batch.num_tokens == 1 + batch.num_draft_tokens
+            and not batch.has_prefill
+            and batch.req_ids[0] in self.tree_requests
+        )
 
     def _with_tree_metadata(self, prepare_attn):
         """vLLM's metadata, with the attention layers' own exchanged when the step verifies a tree."""
 
         def prepare(input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
             metadata = prepare_attn(input_batch, *args, **kwargs)
-            if self.tree is not None:
-                metadata.update(self.speculator.verification_metadata(self.tree))
+            if self.round is not None:
+                metadata.update(self.round.metadata())
             return metadata
 
         return prepare
 
-    # --- verify: instead of vLLM's rejection sampler
+    # --- verify and commit: instead of vLLM's rejection sampler
 
     def _verify(self, logits: torch.Tensor, input_batch: InputBatch):
-        if self.tree is not None:
+        if self.round is not None:
             try:
-                return self._verify_tree(logits, input_batch)
+                output = self.round.verify(logits, input_batch)
+                self.round.commit(self.cache_owners)
+                self._failures = 0
+                return output
             except Exception:
-                self._warn("Verifying a tree failed; requests go on by plain decoding")
-                self.tree = None
+                self._failed("Verifying a tree")
+                self.round = None
         return sample_roots(self.sampler, logits, input_batch)
 
-    def _verify_tree(self, logits: torch.Tensor, input_batch: InputBatch):
-        speculator = self.speculator
-        verify = verify_greedy if input_batch.req_ids[0] in self.argmax_requests else verify_sampled
-        output, path = verify(self.tree, self.sampler, logits, input_batch, speculator.tree_depth)
-        for layers, group in zip(self.cache_owners, speculator.groups):
-            if layers:
-                commit(layers, group.block_table, speculator.context_len, path, output.num_sampled[0] - 1)
-        return output
-
-    def _warn(self, message: str) -> None:
-        """Log the exception under way, the first time one is caught."""
+    def _failed(self, what: str) -> None:
+        """Count the exception under way, and log the first. After `MAX_FAILURES` in a row no trees are asked for."""
         if not self._warned:
-            logger.exception(message)
-        self._warned = True
+            logger.exception("subspec: %s failed; the request goes on by plain decoding", what)
+        self._warned = self._round_failed = True
+        self._failures += 1
+        if self._failures == MAX_FAILURES:
+            logger.warning(
+                "subspec: %s failed, and so did the %d trees before it: this engine goes on by plain decoding, without "
+                "speculation, until it is started again. The first failure is logged above",
+                what, MAX_FAILURES - 1,
+            )  # fmt: skip
 
     def sample(self, hidden_states, input_batch: InputBatch, grammar_output):
         sampled = super().sample(hidden_states, input_batch, grammar_output)
-        size, accepted = (1 + self.speculator.drafted, sampled[1][0] - 1) if self.tree is not None else (1, 0)
-        self.rounds.add(input_batch.req_ids[0], size, accepted, [*self._marks, self.rounds.mark()])
-        self.tree = None
+        size, accepted = (self.round.size, sampled[1][0] - 1) if self.round is not None else (1, 0)
+        marks = [*self._marks, self.rounds.mark()]
+        self.rounds.add(input_batch.req_ids[0], size, accepted, marks, self._round_failed)
+        self.round, self._round_failed = None, False
         return sampled
 
     # --- ask: how many draft rows each request wants in the next step
@@ -253,7 +262,9 @@ class SubSpecRunner:
 
         The step is over and its output was read, so reading the token count waits for nothing.
         """
-        if req_id not in self.tree_requests or req_id not in self.req_states.req_id_to_index:
+        if self._failures >= MAX_FAILURES or req_id not in self.tree_requests:
+            return 0
+        if req_id not in self.req_states.req_id_to_index:
             return 0
         index = self.req_states.req_id_to_index[req_id]
         emitted = int(self.req_states.num_computed_tokens.gpu[index]) + 1 - int(self.req_states.prompt_len.np[index])

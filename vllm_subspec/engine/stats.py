@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass
-class Round:
+class RoundRecord:
     """One pass of the target and the draft before it."""
 
     request: str
@@ -25,6 +25,8 @@ class Round:
     """The target's pass and everything after it, up to the commit"""
     wait_seconds: float | None = None
     """Of the pass, its waits for streamed layers; None where they are not timed (see `time_waits`)"""
+    failed: bool = False
+    """Whether drafting or verifying a tree failed: the pass emitted one plain token"""
 
 
 class Rounds:
@@ -33,7 +35,7 @@ class Rounds:
 
     def __init__(self, device: torch.device, keep: int = 8192):
         self._on_cuda = device.type == "cuda"
-        self._rounds: deque[tuple[str, int, Any, list, list]] = deque(maxlen=keep)
+        self._rounds: deque[tuple[str, int, Any, list, list, bool]] = deque(maxlen=keep)
         self.waits: list[tuple[Any, Any]] = []
         """Start and end of each timed wait of the step under way"""
 
@@ -45,23 +47,25 @@ class Rounds:
         event.record()
         return event
 
-    def add(self, request: str, tree_size: int, accepted: torch.Tensor | int, marks: list) -> None:
+    def add(
+        self, request: str, tree_size: int, accepted: torch.Tensor | int, marks: list, failed: bool = False
+    ) -> None:
         """Record a round; ``marks`` are its start, the end of its draft and its end."""
-        self._rounds.append((request, tree_size, accepted, marks, self.waits))
+        self._rounds.append((request, tree_size, accepted, marks, self.waits, failed))
         self.waits = []
 
     def take(self) -> list[dict]:
-        """All rounds since the last call, as dictionaries of `Round`."""
+        """All rounds since the last call, as dictionaries of `RoundRecord`."""
         if self._on_cuda:
             torch.cuda.synchronize()
         taken = [
             asdict(
-                Round(
+                RoundRecord(
                     request, tree_size, int(accepted), *(self._seconds(a, b) for a, b in zip(marks, marks[1:])),
-                    wait_seconds=sum(self._seconds(a, b) for a, b in waits) if waits else None,
+                    wait_seconds=sum(self._seconds(a, b) for a, b in waits) if waits else None, failed=failed,
                 )
             )
-            for request, tree_size, accepted, marks, waits in self._rounds
+            for request, tree_size, accepted, marks, waits, failed in self._rounds
         ]  # fmt: skip
         self._rounds.clear()
         return taken

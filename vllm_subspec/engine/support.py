@@ -51,6 +51,25 @@ def without_async_scheduling(args: EngineArgs) -> None:
         args.async_scheduling = False
 
 
+def without_compilation(args: EngineArgs) -> None:
+    """Where layers are offloaded, take -O0 unless the user asked for anything else, and say so.
+
+    A pass over streamed layers waits for PCIe however fast it computes, and compiling the target takes a minute of the
+    start and as much GPU memory again as the embedding has. The draft has a CUDA graph of its own.
+    """
+    from vllm.config.vllm import OptimizationLevel, VllmConfig
+
+    offloads = args.offload_group_size > 0 or args.cpu_offload_gb > 0
+    compilation = args.compilation_config
+    asked = args.optimization_level != VllmConfig.optimization_level or args.enforce_eager
+    asked |= compilation.mode is not None or compilation.cudagraph_mode is not None
+    if offloads and not asked:
+        logger.info(
+            "subspec: -O0, as layers are offloaded and streaming them takes longer than computing; -O1 compiles"
+        )
+        args.optimization_level = OptimizationLevel.O0
+
+
 def without_full_graphs(c: VllmConfig) -> None:
     """Attention of a tree batch must run as it is called: vLLM's full CUDA graphs would replay another's. Piecewise
     graphs leave attention out and stay. The draft has a graph of its own."""

@@ -65,15 +65,15 @@ class Tracer:
         self._levels.append(self.speculator.scores.clone())
 
     def _verified(self, logits: torch.Tensor, input_batch: Any) -> Any:
-        tree = self.runner.tree
-        if tree is None:
+        if self.runner.round is None:
             return self._verify(logits, input_batch)
+        tree = self.runner.round.tree
         target = likeliest(logits)  # before the sampler, which may write into the logits
         output = self._verify(logits, input_batch)
         scores = torch.cat([self._levels[0].new_zeros(1), *self._levels])[: len(tree)]
         drafted = len(scores)  # fewer than the tree has if the draft ended early
         emitted = output.sampled_token_ids[0, : int(output.num_sampled[0])].tolist()
-        self.rounds.append(traced(tree.first(drafted), scores, *(rows[:drafted] for rows in target), emitted))
+        self.rounds.append(traced(tree.prefix(drafted), scores, *(rows[:drafted] for rows in target), emitted))
         return output
 
 

@@ -17,7 +17,7 @@ class SubSpecWorkerMixin:
     """What both workers add for callers of ``collective_rpc``, and what they refuse them."""
 
     def subspec_rounds(self) -> list[dict]:
-        """The rounds since the last call (see `vllm_subspec.engine.stats.Round`), oldest first."""
+        """The rounds since the last call (see `vllm_subspec.engine.stats.RoundRecord`), oldest first."""
         return self.model_runner.rounds.take()
 
     def subspec_time_waits(self) -> bool:

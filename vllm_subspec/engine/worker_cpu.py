@@ -5,7 +5,9 @@ from __future__ import annotations
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip  # must come before anything that touches torch.cuda
 from vllm.v1.worker.cpu import model_runner as vllm_cpu_runner
 
+from ..cpu.attention import CPUTreeAttention
 from ..cpu.kernels import GrammarWorker, use_torch_top_k_top_p
+from ..cpu.round import OPERATIONS
 from ..patching import replaced
 from .runner import SubSpecRunner, make_runner
 from .worker import SubSpecWorkerMixin
@@ -13,6 +15,9 @@ from .worker import SubSpecWorkerMixin
 
 class SubSpecCPUModelRunner(SubSpecRunner, vllm_cpu_runner.CPUModelRunner):
     """The CPU runner."""
+
+    operations = OPERATIONS
+    tree_attention = CPUTreeAttention
 
     def load_model(self, *args, **kwargs) -> None:
         super().load_model(*args, **kwargs)

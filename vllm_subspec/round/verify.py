@@ -7,36 +7,38 @@ that a plain step would have emitted there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from ..patching import replaced
 from .tree import TokenTree, accept
 
 ROWS_AT_ONCE = 64
 """Rows of processed logits in memory at a time: float32 copies of a whole large tree would take hundreds of MiB."""
+BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)
+"""vLLM's own logits processors, which take rows in any layout."""
 
 
-def verify_greedy(
-    tree: TokenTree, sampler: Sampler, logits: torch.Tensor, batch: InputBatch, max_depth: int
-) -> tuple[SamplerOutput, torch.Tensor]:
+def verify_greedy(tree: TokenTree, tokens: torch.Tensor, max_depth: int) -> tuple[SamplerOutput, torch.Tensor]:
     """Verification of one request that takes the argmax of the target's own logits, whatever came before.
 
     Args:
         tree: N nodes
-        logits: [N, vocabulary], the target's logits after each node
+        tokens: [N] int64, the target's choice after each node
         max_depth: D
 
     Returns:
-        vLLM's sampler output for the request (accepted tokens and the bonus token), and the path that `commit` wants.
+        vLLM's sampler output for the request (accepted tokens and the bonus token), and the path that the commit wants.
     """
-    # On CUDA by vLLM's own kernel, so that exact ties (common in bf16) fall as they do without a tree. On CPU that
-    # kernel is interpreted and would crawl over a whole tree; there both take the lowest id.
-    tokens = logits.argmax(dim=-1) if logits.device.type == "cpu" else sample_rows(sampler, logits, batch)
     path, length = accept(tree, tokens, max_depth)
     num_sampled = (length + 1).int().view(1)
     output = SamplerOutput(
@@ -50,19 +52,35 @@ def verify_greedy(
 
 
 def verify_sampled(
-    tree: TokenTree, sampler: Sampler, logits: torch.Tensor, batch: InputBatch, max_depth: int
+    tree: TokenTree,
+    sampler: Sampler,
+    logits: torch.Tensor,
+    batch: InputBatch,
+    max_depth: int,
+    levels: int,
+    find_path: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[SamplerOutput, torch.Tensor]:
-    """Verification of any other request. Arguments and result as of `verify_greedy`.
+    """Verification of any other request.
 
     First the likely path: at each node the token that the sampler takes there, as if only committed tokens came
-    before it. That is exact unless the tokens before count (penalties, bad words). Then vLLM's sampler goes over this
-    path as over a chain of drafts, where it knows what came before each row. Its word holds, as far as it agrees.
+    before it. That is exact unless the tokens before count (penalties, bad words) or a processor of the user's own is at
+    work. Then vLLM's sampler goes over this path as over a chain of drafts, where it knows what came before each row:
+    once, in vLLM's own layout. Its word holds, as far as it agrees.
+
+    Args:
+        logits: [N, vocabulary], the target's logits after each node
+        levels: of this tree, D at most
+        find_path: see `likely_path`
+
+    Returns:
+        As `verify_greedy`.
     """
-    path, likely = likely_path(tree, sampler, logits, batch, max_depth)
-    output = sampler(logits[path], as_chain(batch, path))
+    path, likely = find_path(tree, sampler, logits, batch, max_depth)
+    chain = path[: levels + 1]
+    output = sampler(logits[chain], as_chain(batch, chain))
     tokens = output.sampled_token_ids.view(-1)
-    steps = torch.arange(1, path.shape[0], device=path.device)
-    agrees = (tokens[:-1] == tree.tokens[path[1:]]) & (steps <= likely)
+    steps = torch.arange(1, chain.shape[0], device=path.device)
+    agrees = (tokens[:-1] == tree.tokens[chain[1:]]) & (steps <= likely)
     output.sampled_token_ids = tokens.view(1, -1)
     output.num_sampled = (agrees.cumprod(0).sum() + 1).int().view(1)
     output.num_rejected = len(tree) - output.num_sampled
@@ -73,17 +91,7 @@ def likely_path(
     tree: TokenTree, sampler: Sampler, logits: torch.Tensor, batch: InputBatch, max_depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Path and length as of `accept`, of the tokens that `sample_rows` takes."""
-    if logits.device.type != "cpu":
-        return accept(tree, sample_rows(sampler, logits, batch), max_depth)
-    # On CPU the sampler's kernels are interpreted: only the nodes on the way are sampled.
-    path = [0]
-    while True:
-        token = sample_rows(sampler, logits, batch, torch.tensor(path[-1:]))
-        children = (tree.parents == path[-1]) & (tree.tokens == token)
-        children[0] = False  # the root is its own parent
-        if not children.any():
-            return torch.tensor(path), torch.tensor(len(path) - 1)
-        path.append(int(children.nonzero()[0]))
+    return accept(tree, sample_rows(sampler, logits, batch), max_depth)
 
 
 def sample_rows(
@@ -91,36 +99,44 @@ def sample_rows(
 ) -> torch.Tensor:
     """[r] int64, the token that vLLM's sampler takes after each of the given tree rows (default: all).
 
-    Each row is taken for the first of its request: tokens between the root and the row are not seen.
+    Each row is taken for the first of its request: tokens between the root and the row are not seen. vLLM promises
+    processors of the user's own another layout and one call a step: they are left out here.
     """
     if rows is None:
         rows = torch.arange(logits.shape[0], device=logits.device)
-    tokens = [
-        sampler.sample(
-            logits[part],
-            batch.expanded_idx_mapping[part],
-            batch.idx_mapping,
-            batch.idx_mapping_np,
-            batch.positions[part],
-            batch.input_ids[part],
-            torch.zeros_like(batch.expanded_local_pos[part]),
-            batch.seq_lens_cpu_upper_bound.numpy(),
-        )[0].view(-1)
-        for part in rows.split(ROWS_AT_ONCE)
-    ]
+    built_in = [processor for processor in sampler.logits_processors if isinstance(processor, BUILT_IN)]
+    with replaced(sampler, "logits_processors", built_in):
+        tokens = [
+            sampler.sample(
+                logits[part],
+                batch.expanded_idx_mapping[part],
+                batch.idx_mapping,
+                batch.idx_mapping_np,
+                batch.positions[part],
+                batch.input_ids[part],
+                torch.zeros_like(batch.expanded_local_pos[part]),
+                batch.seq_lens_cpu_upper_bound.numpy(),
+            )[0].view(-1)
+            for part in rows.split(ROWS_AT_ONCE)
+        ]
     return torch.cat(tokens).long()
 
 
 def as_chain(batch: InputBatch, path: torch.Tensor) -> InputBatch:
-    """The batch of one request's tree as if it held the nodes of ``path`` only, each the child of the one before."""
+    """The batch of one request's tree as if it held a chain of drafts: the tokens of ``path``, one position after the
+    other. Rows past the path's end, which no word of the sampler is taken for, have the root's token."""
     length = path.shape[0]
+    steps = torch.arange(length, device=path.device)
     return replace(
         batch,
-        logits_indices=path,
+        input_ids=batch.input_ids[path],
+        positions=batch.positions[0] + steps,
+        logits_indices=steps,
         expanded_idx_mapping=batch.expanded_idx_mapping[:1].expand(length).contiguous(),
-        expanded_local_pos=torch.arange(length, device=path.device).to(batch.expanded_local_pos.dtype),
+        expanded_local_pos=steps.to(batch.expanded_local_pos.dtype),
         cu_num_logits=torch.arange(2, dtype=torch.int32, device=path.device) * length,
         cu_num_logits_np=np.array([0, length], dtype=np.int32),
+        seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound - batch.num_draft_tokens + length - 1,
     )
 
 

@@ -20,7 +20,7 @@ class Generation:
     seconds: float
     """From the request to its last token, prefill included"""
     rounds: list[dict]
-    """`vllm_subspec.engine.stats.Round` of each step after the prefill; empty on a plain engine"""
+    """`vllm_subspec.engine.stats.RoundRecord` of each step after the prefill; empty on a plain engine"""
     logprobs: list[dict[int, float]]
     """Of each token the likeliest alternatives, if they were asked for"""
     first_token_seconds: float

@@ -8,11 +8,9 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
-from ..kv.layout import read_slots
 from ..limits import ATTENTION_BACKENDS, LEAVE_OUT
 from .metadata import TreeMetadata
 from .tree_kernel import paged_tree_attention
-from .tree_torch import tree_attention
 
 
 class TreeAttention:
@@ -21,18 +19,16 @@ class TreeAttention:
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         if not isinstance(attn_metadata, TreeMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        meta, rows, soft_cap = attn_metadata, attn_metadata.mask.shape[0], self.logits_soft_cap or 0.0
-        if kv_cache.device.type == "cuda":
-            paged_tree_attention(
-                query[:rows], kv_cache, meta.block_table, meta.context_len, meta.mask, meta.row_positions,
-                meta.node_positions, output[:rows], self.scale, soft_cap, layer.sliding_window,
-                max_keys=meta.max_keys, max_rows=meta.max_rows,
-            )  # fmt: skip
-        else:
-            keys, values = read_slots(layer, meta.slots(kv_cache.shape[2]))
-            visible = meta.visible(layer.sliding_window)
-            output[:rows] = tree_attention(query[:rows], keys, values, visible, self.scale, soft_cap)
+        rows = attn_metadata.mask.shape[0]
+        self.attend(layer, query[:rows], kv_cache, attn_metadata, output[:rows], self.logits_soft_cap or 0.0)
         return output
+
+    def attend(self, layer, query, kv_cache, meta: TreeMetadata, out, soft_cap: float) -> None:
+        """Attention of the metadata's rows into ``out``, [r, heads, head size] as ``query``."""
+        paged_tree_attention(
+            query, kv_cache, meta.block_table, meta.context_len, meta.mask, meta.row_positions, meta.node_positions,
+            out, self.scale, soft_cap, layer.sliding_window, max_keys=meta.max_keys, max_rows=meta.max_rows,
+        )  # fmt: skip
 
 
 def warm_up(layers: list[torch.nn.Module], metadata: dict[str, TreeMetadata]) -> None:
@@ -50,12 +46,12 @@ def warm_up(layers: list[torch.nn.Module], metadata: dict[str, TreeMetadata]) ->
 
 
 @cache
-def tree_impl(impl_cls: type) -> type:
-    """The given AttentionImpl class with `TreeAttention` before it."""
-    return type(f"Tree{impl_cls.__name__}", (TreeAttention, impl_cls), {})
+def tree_impl(tree_attention: type[TreeAttention], impl_cls: type) -> type:
+    """The given AttentionImpl class with tree attention before it."""
+    return type(f"Tree{impl_cls.__name__}", (tree_attention, impl_cls), {})
 
 
-def install(layers: dict[str, torch.nn.Module]) -> None:
+def install(layers: dict[str, torch.nn.Module], tree_attention: type[TreeAttention] = TreeAttention) -> None:
     """Let vLLM's Attention layers take tree batches.
 
     Raises:
@@ -93,6 +89,6 @@ def install(layers: dict[str, torch.nn.Module]) -> None:
         if unsupported:
             used = ", ".join(unsupported)
             raise NotImplementedError(f"subspec: {name} uses {used}, which trees do not support; {LEAVE_OUT}")
-        extended = object.__new__(tree_impl(type(impl)))
+        extended = object.__new__(tree_impl(tree_attention, type(impl)))
         extended.__dict__.update(impl.__dict__)
         layer.impl = extended

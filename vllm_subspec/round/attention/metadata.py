@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..kv.layout import slots_at
 from ..tree import TokenTree
 
 
@@ -44,27 +43,8 @@ class TreeMetadata:
     """context_len + s never exceeds this"""
     max_rows: int
     """r of the largest pass of this kind"""
-    _cache: dict = field(default_factory=dict)
-
-    def slots(self, block_size: int) -> torch.Tensor:
-        """[context_len + s] int64, slots of all keys. Reads context_len on the host."""
-        if block_size not in self._cache:
-            positions = torch.arange(int(self.context_len) + self.mask.shape[1], device=self.mask.device)
-            self._cache[block_size] = slots_at(self.block_table, positions, block_size)
-        return self._cache[block_size]
-
-    def visible(self, sliding_window: int | None) -> torch.Tensor:
-        """[r, context_len + s] bool, the keys that each row sees. Reads context_len on the host."""
-        key = ("visible", sliding_window)
-        if key not in self._cache:
-            context_len = int(self.context_len)
-            seen = torch.cat([self.mask.new_ones(self.mask.shape[0], context_len), self.mask], dim=1)
-            if sliding_window is not None:
-                context_positions = torch.arange(context_len, device=self.mask.device)
-                positions = torch.cat([context_positions, self.node_positions])
-                seen &= positions[None, :] > self.row_positions[:, None] - sliding_window
-            self._cache[key] = seen
-        return self._cache[key]
+    cache: dict = field(default_factory=dict)
+    """Of what attention layers of the group derive from this and share"""
 
 
 def tree_metadata(

@@ -18,7 +18,7 @@ class TokenTree:
     """
 
     tokens: torch.Tensor
-    """[N] int64; `NO_TOKEN` where a draft ended early (see `cut`)"""
+    """[N] int64; `NO_TOKEN` where a draft ended early (see `discard_after`)"""
     parents: torch.Tensor
     """[N] int64; the root's is 0"""
     depths: torch.Tensor
@@ -37,7 +37,7 @@ class TokenTree:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def cut(self, n: int) -> None:
+    def discard_after(self, n: int) -> None:
         """Keep the first ``n`` nodes. The others' rows become nodes that see themselves alone and no target accepts."""
         self.tokens[n:].fill_(NO_TOKEN)
         self.parents[n:].zero_()
@@ -45,6 +45,6 @@ class TokenTree:
         self.ancestors[n:].zero_()
         self.ancestors.diagonal()[n:].fill_(True)
 
-    def first(self, n: int) -> TokenTree:
+    def prefix(self, n: int) -> TokenTree:
         """The tree of the first ``n`` nodes, sharing storage with this one."""
         return TokenTree(self.tokens[:n], self.parents[:n], self.depths[:n], self.ancestors[:n, :n])

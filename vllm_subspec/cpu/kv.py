@@ -1,14 +1,15 @@
-"""Where a token's keys and values lie inside vLLM's KV cache.
+"""The KV cache of vLLM's CPU builds: where a token's keys and values lie in it, and the commit.
 
-On CUDA the logical order is [block, kv head, token in block, key | value]. vLLM's CPU kernels keep an order of their
-own, which depends on the instruction set and the dtype (keys transposed, or packed in pairs). It is asked for once
-per layer: numbered elements go through vLLM's own cache-writing kernel into a scratch block and are looked up there.
+Its order depends on the instruction set and the dtype (keys transposed, or packed in pairs). It is asked for once per
+layer: numbered elements go through vLLM's own cache-writing kernel into a scratch block and are looked up there.
 """
 
 from __future__ import annotations
 
 import torch
 
+PAD_SLOT = -1
+"""vLLM's kernels write nothing to this slot."""
 PROBE_BASE = 256  # two digits below this are exact in every dtype that a KV cache has
 
 
@@ -35,9 +36,6 @@ def read_slots(layer: torch.nn.Module, slots: torch.Tensor) -> tuple[torch.Tenso
     cache = layer.kv_cache
     block_size = cache.shape[2]
     block, offset = slots // block_size, slots % block_size
-    if cache.device.type != "cpu":
-        keys, values = cache[block, :, offset].split(layer.head_size, dim=-1)  # [s, kv heads, key | value]
-        return keys, values
     halves = cache.view(*cache.shape[:2], 2, -1)  # [block, kv head, key | value, elements of one half]
     heads = torch.arange(cache.shape[1])
     keys, values = (
@@ -67,3 +65,24 @@ def _probe(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     places = torch.empty_like(read).scatter_(1, read, numbers.expand(2, -1))
     keys, values = places.view(2, block_size, size)
     return keys, values
+
+
+def commit(
+    layers: list[torch.nn.Module],
+    block_table: torch.Tensor,
+    context_len: torch.Tensor,
+    path: torch.Tensor,
+    length: torch.Tensor,
+) -> None:
+    """`vllm_subspec.round.commit.commit` on CPU. All sources of a layer are read before any is overwritten."""
+    if path.shape[0] == 1:
+        return
+    block_size = layers[0].kv_cache.shape[2]
+    steps = torch.arange(1, path.shape[0], device=path.device)
+    accepted = steps <= length
+    source = slots_at(block_table, context_len + path[1:], block_size)
+    target = slots_at(block_table, context_len + torch.where(accepted, steps, 0), block_size)
+    target = torch.where(accepted, target, PAD_SLOT)
+    for layer in layers:
+        keys, values = read_slots(layer, source)
+        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, target)

@@ -1,4 +1,4 @@
-"""Commit in Triton: the accepted path's KV moves to consecutive positions of vLLM's paged KV cache."""
+"""Commit: the accepted path's KV moves to consecutive positions of vLLM's paged KV cache (step 5 of the algorithm)."""
 
 from __future__ import annotations
 
@@ -69,3 +69,14 @@ def move_kv(
             kv_cache, block_table, context_len, path, length, *kv_cache.stride()[:3],
             PAGE=page, SIZE=size, STEPS_PAD=triton.next_power_of_2(max_length), CHUNK=CHUNK,
         )  # fmt: skip
+
+
+def commit(
+    layers: list[torch.nn.Module],
+    block_table: torch.Tensor,
+    context_len: torch.Tensor,
+    path: torch.Tensor,
+    length: torch.Tensor,
+) -> None:
+    """`move_kv` for vLLM's Attention layers that own a cache, all of one KV cache group, at least one."""
+    move_kv([layer.kv_cache for layer in layers], block_table, context_len, path, length)

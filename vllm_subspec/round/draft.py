@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -16,14 +17,20 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from .attention.impl import warm_up
 from .attention.metadata import KVGroup, TreeMetadata, tree_metadata
-from .kv.move_kernel import move_kv
+from .commit import move_kv
 from .noise import SamplingNoise
 from .tree import TokenTree, grow
 
-logger = init_logger("vllm.subspec.speculator")
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+logger = init_logger("vllm.subspec.draft")
 
 LAG = 2
 """Levels that a GPU has ahead of it while the host looks whether to go on: it never waits for the host"""
+DRAFT_GRAPH_BYTES = 72 * 2**20
+"""What a draft's CUDA graphs take with their pool (Qwen2.5-7B's shapes, an H200)"""
 WARM_UPS = 3  # runs of a step before it is captured: kernels compile, libraries make their workspaces
 
 
@@ -54,7 +61,6 @@ class SubSpecSpeculator(BaseSpeculator):
         self.sampled = False
         """Whether the request that is drafted for samples, by `noise`"""
         self.context_len = torch.zeros((), dtype=torch.int64, device=device)
-        self._best = torch.zeros((), pin_memory=device.type == "cuda")  # a score of the last levels, on the host
         self._placeholders = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self.max_nodes, dtype=torch.int64, device=device
         )
@@ -88,6 +94,9 @@ class SubSpecSpeculator(BaseSpeculator):
         if confidence_threshold is not None:
             self.least_score = math.log(confidence_threshold) if confidence_threshold else None
         self.graph: dict[bool, torch.cuda.CUDAGraph] | None = None  # by `sampled`
+        # On the host each level has a place of its own for its best score: read late, it is still that level's.
+        self._best = torch.zeros(depth, pin_memory=self.device.type == "cuda")
+        self._passed = [torch.cuda.Event() for _ in range(depth)] if self.device.type == "cuda" else None
         self.tree = TokenTree.empty(1 + width * depth, self.device)
         self.leaves = torch.zeros(width, dtype=torch.int64, device=self.device)
         self.scores = torch.zeros(width, device=self.device)
@@ -99,6 +108,18 @@ class SubSpecSpeculator(BaseSpeculator):
 
     def propose(self, input_batch, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._placeholders[: input_batch.num_reqs]
+
+    def take_slots(self, block_tables: list[torch.Tensor], slot_mappings: list[torch.Tensor], num_rows: int) -> None:
+        """Take the KV slots that vLLM granted a batch of one request, for the next draft.
+
+        Args:
+            block_tables: of each group [requests, max_blocks] int32
+            slot_mappings: of each group [tokens] int64, the first ``num_rows`` of them the tree's
+        """
+        for group, table, slots in zip(self.groups, block_tables, slot_mappings):
+            group.block_table.copy_(table[0])
+            group.node_slots[:num_rows] = slots[:num_rows]
+            group.node_slots[num_rows:] = -1
 
     def set_kv_groups(self, layer_names: list[list[str]], block_table_widths: list[int]) -> None:
         """Buffers for one request's block table and node slots, per KV cache group."""
@@ -130,33 +151,35 @@ class SubSpecSpeculator(BaseSpeculator):
         self.leaves.zero_()
         self.scores.copy_(self._first_scores)
         self.new.copy_(self._first_level)
-        self.drafted, levels, passed = num_nodes, -(-num_nodes // k), []
+        self.drafted, levels = num_nodes, -(-num_nodes // k)
         for level in range(levels):
             if self.graph is not None:
                 self.graph[self.sampled].replay()
             else:
                 self.step(num_keys=1 + k * level)
-            if self.least_score is not None and level + 1 < levels and self._gives_up(passed):
+            if self.least_score is not None and level + 1 < levels and self._gives_up(level):
                 self.drafted = k * (level + 1)
-                self.tree.cut(1 + self.drafted)
+                self.tree.discard_after(1 + self.drafted)
                 break
-        return self.tree.first(1 + num_nodes)
+        return self.tree.prefix(1 + num_nodes)
 
-    def _gives_up(self, passed: list[torch.cuda.Event]) -> bool:
-        """Whether a level so far had no path likely enough to go on. On CUDA it looks at levels `LAG` back or later.
-
-        Args:
-            passed: an event for each level before; gets the last one's
-        """
-        # The best score comes first, and is never above that of the level before.
-        self._best.copy_(self.scores[0], non_blocking=True)
-        if self.device.type == "cuda":
-            passed.append(torch.cuda.Event())
-            passed[-1].record()
-            if len(passed) <= LAG:
+    def _gives_up(self, level: int) -> bool:
+        """Whether no path is likely enough to go on after this level. On CUDA the level `LAG` before it decides, whose
+        score is surely there: how deep a draft goes depends on tokens alone, never on who is faster."""
+        self._best[level].copy_(self.scores[0], non_blocking=True)  # the best comes first
+        if self._passed is not None:
+            self._passed[level].record()
+            level -= LAG
+            if level < 0:
                 return False
-            passed[-1 - LAG].synchronize()
-        return float(self._best) < self.least_score
+            self._passed[level].synchronize()
+        return float(self._best[level]) < self.least_score
+
+    def read_sampling(self, states: SamplingStates, batch: InputBatch) -> None:
+        """Take the sampling parameters of a batch of one request: the next draft is for it."""
+        self.sampled = bool(states.temperature.np[batch.idx_mapping_np[0]])
+        if self.sampled:
+            self.noise.read(states, batch.idx_mapping[:1])
 
     def step(self, num_keys: int) -> None:
         """One draft pass: the current leaves go through the draft, the next level comes out.
@@ -165,7 +188,7 @@ class SubSpecSpeculator(BaseSpeculator):
             num_keys: nodes 0 .. num_keys - 1 may have KV; more than there are costs time only
         """
         positions = self.context_len + self.tree.depths[self.leaves]
-        logits = self.forward(self.tree.first(num_keys), positions)
+        logits = self.forward(self.tree.prefix(num_keys), positions)
         noise = partial(self.noise.add, positions=positions) if self.sampled else None
         scores = grow(self.tree, self.leaves, self.scores, logits, self.new, self.draft_temperature, noise)
         self.scores.copy_(scores)
@@ -212,6 +235,7 @@ class SubSpecSpeculator(BaseSpeculator):
 
     def capture(self) -> None:
         """Capture one draft step of both kinds, and compile what verification needs. The KV cache must be in place."""
+        started = time.perf_counter()
         for group in self.groups:
             group.block_table.zero_()  # block 0 belongs to no request
             group.node_slots.fill_(-1)
@@ -225,7 +249,7 @@ class SubSpecSpeculator(BaseSpeculator):
         for group in self.groups:  # a path of no steps: nothing moves
             caches = [context[name].kv_cache for name in group.layer_names]
             move_kv(caches, group.block_table, self.context_len, nowhere, nowhere[0].int())
-        logger.info("Captured the draft step: width %d", self.tree_width)
+        logger.info("Captured the draft step, width %d, in %.1f s", self.tree_width, time.perf_counter() - started)
 
     def _captured_step(self, sampled: bool, pool: Any = None) -> torch.cuda.CUDAGraph:
         """One draft step for a greedy or a sampled request. Steps that share a memory pool never run side by side."""

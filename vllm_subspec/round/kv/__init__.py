@@ -1,1 +1,0 @@
-"""Reading, and after a round compacting, the engine's own KV cache."""
