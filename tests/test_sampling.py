@@ -76,7 +76,7 @@ def test_custom_processors_are_called_as_vllm_promises(answers):
             for offsets, positions in call:
                 assert offsets == positions == list(range(len(offsets)))
     plain, ours = (answer["custom"] for answer in answers)
-    assert len(plain["probe"]) == sum(len(a) for batch in tokens(plain) for a in batch)
+    assert len(plain["probe"]) == sum(len(ids) for batch in tokens(plain) for choices in batch for ids in choices)
     assert len(ours["probe"]) == len(ours["rounds"]) < len(plain["probe"])
     assert max(len(offsets) for call in ours["probe"] for offsets, _ in call) == 1 + 6  # a level a row
 
