@@ -84,7 +84,7 @@ def test_a_draft_that_cannot_follow_costs_no_request():
     """Catches: an exception of the draft's prefill that ends the engine."""
     import torch
 
-    from vllm_subspec.engine.ablation import PrivateKVSpeculator
+    from vllm_subspec.tools.bench.ablation import PrivateKVSpeculator
 
     speculator = object.__new__(PrivateKVSpeculator)  # without the model that it would run
     speculator._placeholders = torch.zeros(2, 3)
@@ -98,7 +98,7 @@ def test_a_layer_is_copied_when_it_is_reached():
     from vllm.model_executor.offloader import get_offloader, set_offloader
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
-    from vllm_subspec.engine.ablation import transfer_when_reached
+    from vllm_subspec.tools.bench.ablation import transfer_when_reached
 
     parameter = SimpleNamespace(_gpu_buffer=torch.zeros(3), _cpu_storage=torch.ones(3))
     original, waited = object.__new__(PrefetchOffloader), []

@@ -43,7 +43,7 @@ class SubSpecConfig(SpeculativeConfig):
     """Which linears get a substitute: those the engine offloaded, every decoder layer's, or offloaded if any is."""
     share_kv: bool = True
     """Whether the draft reads the target's KV cache. For ablation only: without, it fills one of its own (see
-    `vllm_subspec.engine.ablation`), which takes half the KV cache's memory."""
+    `vllm_subspec.tools.bench.ablation`), which takes half the KV cache's memory."""
     async_transfer: bool = True
     """Whether vLLM's prefetch offloader overlaps transfers with computing. For ablation only: without, each layer is
     transferred when it is reached."""

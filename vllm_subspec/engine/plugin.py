@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.subspec")
 
+WORKERS = {
+    (True, False): "engine.worker.SubSpecWorker",
+    (True, True): "engine.worker_cpu.SubSpecCPUWorker",
+    (False, False): "tools.bench.ablation.AblationWorker",
+    (False, True): "tools.bench.ablation_cpu.AblationCPUWorker",
+}
+"""Worker class by: the whole method (not an ablation's part of it), a CPU build"""
+
 
 def register() -> None:
     """Set the hooks, once, on a supported vLLM; elsewhere say so and leave vLLM untouched."""
@@ -76,8 +84,9 @@ def _create_speculative_config(original, args: EngineArgs, target_model_config, 
     check_model(target_model_config)
     made = make_config(given, target_model_config, target_parallel_config)
     cpu.arm()
-    worker = "worker_cpu.SubSpecCPUWorker" if cpu.is_cpu_build() else "worker.SubSpecWorker"
-    target_parallel_config.worker_cls = f"vllm_subspec.engine.{worker}"
+    target_parallel_config.worker_cls = (
+        f"vllm_subspec.{WORKERS[made.share_kv and made.async_transfer, cpu.is_cpu_build()]}"
+    )
     return made
 
 

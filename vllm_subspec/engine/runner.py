@@ -23,7 +23,6 @@ from ..round.verify import ROWS_AT_ONCE, sample_roots
 from ..weights.draft import make_draft
 from ..weights.substitute import make_substitutes
 from ..weights.uva import copy_before_use
-from .ablation import PrivateKVSpeculator, private_attention, transfer_when_reached
 from .grammar import one_mask_a_request
 from .stats import Rounds
 
@@ -35,8 +34,7 @@ logger = init_logger("vllm.subspec")
 
 def make_runner(runner_cls: type, vllm_config: VllmConfig, device: torch.device) -> Any:
     """An instance of ``runner_cls`` (vLLM's runner with `SubSpecRunner` before it), given our speculator."""
-    speculator = SubSpecSpeculator if vllm_config.speculative_config.share_kv else PrivateKVSpeculator
-    make = lambda vllm_config, device, req_states: speculator(vllm_config, device)  # noqa: E731
+    make = lambda vllm_config, device, req_states: runner_cls.speculator_cls(vllm_config, device)  # noqa: E731
     with replaced(vllm_runner, "init_speculator", make):
         return runner_cls(vllm_config, device)
 
@@ -60,6 +58,7 @@ MAX_FAILURES = 3
 class SubSpecRunner:
     """Mixed in before vLLM's GPUModelRunner (Model Runner V2)."""
 
+    speculator_cls: type[SubSpecSpeculator] = SubSpecSpeculator
     operations = Operations()
     tree_attention: type[TreeAttention] = TreeAttention
 
@@ -100,14 +99,13 @@ class SubSpecRunner:
                 "subspec: the model has no linear layers that a substitute could stand in for; " + LEAVE_OUT
             )
         copy_before_use(self.model)
-        if not self.speculative_config.share_kv:
-            substitutes |= private_attention(self.model, self.compilation_config.static_forward_context)
-        if not self.speculative_config.async_transfer:
-            transfer_when_reached()
-        self.speculator.model = make_draft(self.model, substitutes, self.device)
+        self._make_draft(substitutes)
         self.model_state.prepare_attn = self._with_tree_metadata(self.model_state.prepare_attn)
         self.rejection_sampler = Verifier(self._verify)
         self.speculator.noise.attach(self.sampler)
+
+    def _make_draft(self, substitutes: dict[str, torch.nn.Module]) -> None:
+        self.speculator.model = make_draft(self.model, substitutes, self.device)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """vLLM's memory profile of sampling, with the logits of a whole tree: KV cache must not take their place."""

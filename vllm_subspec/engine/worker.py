@@ -61,6 +61,8 @@ def warm_up(runner: Any, *execute: Any) -> None:
 class SubSpecWorker(SubSpecWorkerMixin, Worker):
     """The CUDA worker."""
 
+    runner_mixin: type[SubSpecRunner] = SubSpecRunner
+
     def compile_or_warm_up_model(self):
         with replaced(gpu_worker, "warmup_kernels", warm_up):
             times = super().compile_or_warm_up_model()
@@ -72,5 +74,5 @@ class SubSpecWorker(SubSpecWorkerMixin, Worker):
     def _make_model_runner(self):
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-        runner_cls = type("SubSpecGPUModelRunner", (SubSpecRunner, GPUModelRunner), {})
+        runner_cls = type("SubSpecGPUModelRunner", (self.runner_mixin, GPUModelRunner), {})
         return make_runner(runner_cls, self.vllm_config, self.device)

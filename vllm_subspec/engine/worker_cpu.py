@@ -28,7 +28,9 @@ class SubSpecCPUModelRunner(SubSpecRunner, vllm_cpu_runner.CPUModelRunner):
 class SubSpecCPUWorker(SubSpecWorkerMixin, CPUWorker):
     """The CPU worker; its `init_device` names vLLM's runner class directly."""
 
+    runner_cls: type[SubSpecCPUModelRunner] = SubSpecCPUModelRunner
+
     def init_device(self):
-        make = lambda vllm_config, device: make_runner(SubSpecCPUModelRunner, vllm_config, device)  # noqa: E731
+        make = lambda vllm_config, device: make_runner(self.runner_cls, vllm_config, device)  # noqa: E731
         with replaced(vllm_cpu_runner, "CPUModelRunner", make):
             super().init_device()

@@ -12,16 +12,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.offloader import get_offloader, set_offloader
 from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
-from ..round.attention.metadata import TreeMetadata
-from ..round.draft import SubSpecSpeculator
-from ..round.tree import TokenTree
-from ..weights.draft import shallow_copy
+from ...engine.runner import SubSpecRunner
+from ...engine.worker import SubSpecWorker
+from ...round.attention.metadata import TreeMetadata
+from ...round.draft import SubSpecSpeculator
+from ...round.tree import TokenTree
+from ...weights.draft import shallow_copy
 
 logger = init_logger("vllm.subspec.ablation")
 
@@ -132,3 +135,25 @@ def transfer_when_reached() -> None:
         set_offloader(SynchronousOffloader(offloader))
     else:
         logger.warning("async_transfer is off, but this engine has no prefetch offloading: it makes no difference")
+
+
+class AblationRunner(SubSpecRunner):
+    """Our runner with what the speculative config turns off turned off."""
+
+    @staticmethod
+    def speculator_cls(vllm_config: VllmConfig, device: torch.device) -> SubSpecSpeculator:
+        cls = SubSpecSpeculator if vllm_config.speculative_config.share_kv else PrivateKVSpeculator
+        return cls(vllm_config, device)
+
+    def _make_draft(self, substitutes: dict[str, torch.nn.Module]) -> None:
+        if not self.speculative_config.share_kv:
+            substitutes |= private_attention(self.model, self.compilation_config.static_forward_context)
+        if not self.speculative_config.async_transfer:
+            transfer_when_reached()
+        super()._make_draft(substitutes)
+
+
+class AblationWorker(SubSpecWorker):
+    """The CUDA worker of an ablation."""
+
+    runner_mixin = AblationRunner
