@@ -123,3 +123,26 @@ def test_the_config_survives_the_way_to_another_process(configure):
     c = pickle.loads(pickle.dumps(configure({"method": "subspec", "tree_depth": 7}).speculative_config))
     assert (type(c).__name__, c.tree_depth, c.num_speculative_tokens) == ("SubSpecConfig", 7, 42)
     json.dumps({"repr": repr(c)})
+
+
+def test_compiled_graphs_are_kept_apart_where_they_differ(configure, monkeypatch):
+    """Catches: a start that takes another method's or version's compiled target, without or with other operators than
+    its own; one that compiles anew for an option of the draft."""
+    from dataclasses import fields
+
+    from vllm.config import SpeculativeConfig
+
+    from vllm_subspec.engine import config
+
+    key = lambda **options: configure({"method": "subspec", **options}).speculative_config.compute_hash()  # noqa: E731
+    ours = configure({"method": "subspec"}).speculative_config
+    other = object.__new__(SpeculativeConfig)  # a draft that is the same model
+    other.__dict__.update({f.name: getattr(ours, f.name) for f in fields(SpeculativeConfig)}, method="draft_model")
+    assert ours.compute_hash() != other.compute_hash()
+    assert ours.compute_hash() == key(
+        tree_width=2, tree_depth=3, draft_temperature=1.0, substitute_group_size=32, substitute_layers="all",
+        share_kv=False, async_transfer=False, confidence_threshold=0.0,
+    )  # fmt: skip
+    of_this_version = key()
+    monkeypatch.setattr(config, "__version__", "99")
+    assert key() != of_this_version

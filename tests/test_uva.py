@@ -79,3 +79,41 @@ def test_nothing_is_kept_for_models_that_are_gone(vllm_parameters):
     assert weight.data_ptr() in uva.COPIES
     del method
     assert weight.data_ptr() not in uva.COPIES
+
+
+@pytest.mark.parametrize("compiler", [None, "inductor"])
+def test_a_graph_made_with_the_buffer_runs_without(linears, monkeypatch, compiler):
+    """Catches: a start with less memory that fails on, or multiplies wrongly by, a graph kept from the start before."""
+    forward = lambda x: [linear(x)[0] for linear in linears[:2]]  # noqa: E731
+    if compiler:
+        forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=compiler)
+    x = torch.randn(3, 8)
+    with_copies = forward(x)
+    monkeypatch.setattr(uva, "COPIES", {})
+    for linear, out, before in zip(linears, forward(x), with_copies):
+        assert torch.equal(out, before)
+        torch.testing.assert_close(out, torch.nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_the_graph_is_the_same_where_there_is_no_memory_for_the_buffer(linears, monkeypatch):
+    """Catches: a start without the buffer that leaves a graph of plain products to the starts after it, which then
+    stream weights several times a tree, with memory to spare."""
+    forward, graphs = (lambda x: [linear(x)[0] for linear in linears[:2]]), []
+    keep = lambda graph, inputs: graphs.append(graph.print_readable(print_output=False)) or graph.forward  # noqa: E731
+    x = torch.randn(3, 8)
+    expected = torch.compile(forward, fullgraph=True, backend=keep)(x)
+
+    def no_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("injected")
+
+    for linear in linears[:2]:
+        plain = linear.quant_method = type(linears[2].quant_method)()
+        monkeypatch.setattr(plain, "_gemm_impl", linears[2].quant_method._gemm_impl)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", no_memory)
+        uva.copy_before_use(linears)
+    assert not any(linear.weight.data_ptr() in uva.COPIES for linear in linears)
+    torch._dynamo.reset()
+    for out, want in zip(torch.compile(forward, fullgraph=True, backend=keep)(x), expected):
+        assert torch.equal(out, want)
+    assert graphs[0] == graphs[1] and "linear_in_cpu_memory" in graphs[0]

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 from vllm.config import SpeculativeConfig
-from vllm.config.utils import config
+from vllm.config.utils import config, hash_factors
+
+from .. import __version__
 
 METHOD = "subspec"
 OURS = (
@@ -59,6 +61,14 @@ class SubSpecConfig(SpeculativeConfig):
         self.draft_parallel_config = self.target_parallel_config
         # One request is speculated; several run plain, through vLLM's own switch by batch size.
         self.num_speculative_tokens_per_batch_size = [(1, 1, self.num_speculative_tokens), (2, 2, 0)]
+
+    def compute_hash(self) -> str:
+        """This config's part of the key by which vLLM keeps compiled graphs from one start to the next.
+
+        The target's graph may hold an operator of this plugin (see `vllm_subspec.weights.uva`), which no other method
+        has, and another version may define otherwise. No option of ours changes it: the draft is not compiled.
+        """
+        return hash_factors({"vllm": super().compute_hash(), "method": self.method, "plugin": __version__})
 
 
 def make_config(given: dict[str, Any], target_model_config: Any, target_parallel_config: Any) -> SubSpecConfig:

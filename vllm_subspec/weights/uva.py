@@ -20,24 +20,25 @@ logger = init_logger("vllm.subspec.uva")
 
 COPIES: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Where a weight is copied to, by its address: an argument of its own would make the operator change what it is given,
-and another graph of every layer."""
+and another graph of every layer. A weight that is not in here is multiplied by where it lies."""
 
 
 def copy_before_use(model: torch.nn.Module) -> None:
     """Have ``model`` copy each offloaded weight to the GPU when it is used, one after the other into one buffer.
 
-    To be called when the model is loaded and before vLLM sizes the KV cache. Where there is no memory for the buffer,
-    or nothing is offloaded like this, nothing changes.
+    To be called when the model is loaded and before vLLM sizes the KV cache. Without memory for the buffer the weights
+    are read where they lie, by the same operator: vLLM keeps compiled graphs from one start to the next, and how much
+    memory was left is no part of their key.
     """
     linears = [m for m in model.modules() if isinstance(m, LinearBase) and is_plain(m) and read_in_place(m.weight)]
     if not linears:
         return
     size = max(linear.weight.nbytes for linear in linears)
+    buffer = None
     try:
         buffer = torch.empty(size, dtype=torch.uint8, device=linears[0].weight.device)
     except torch.OutOfMemoryError:
         logger.warning("No GPU memory for a buffer of %d MiB, without which a tree costs 1.7 passes", size >> 20)
-        return
     for linear in linears:
         linear.quant_method = CopiedWeightMethod(linear.weight, buffer)
 
@@ -48,10 +49,11 @@ def is_plain(linear: LinearBase) -> bool:
 
 
 class CopiedWeightMethod(UnquantizedLinearMethod):
-    """A linear's own product, of a copy of its weight."""
+    """A linear's own product, of a copy of its weight in ``buffer`` (bytes, at least as many), if there is one."""
 
-    def __init__(self, weight: torch.Tensor, buffer: torch.Tensor):
-        self.copy = COPIES[weight.data_ptr()] = buffer[: weight.nbytes].view(weight.dtype).view(weight.shape)
+    def __init__(self, weight: torch.Tensor, buffer: torch.Tensor | None):
+        if buffer is not None:
+            self.copy = COPIES[weight.data_ptr()] = buffer[: weight.nbytes].view(weight.dtype).view(weight.shape)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.ops.vllm_subspec.linear_in_cpu_memory(x, layer.weight, bias)
@@ -69,7 +71,8 @@ def linear_in_cpu_memory(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     Returns:
         [rows, out]
     """
-    return torch.nn.functional.linear(x, COPIES[weight.data_ptr()].copy_(weight), bias)
+    copy = COPIES.get(weight.data_ptr())
+    return torch.nn.functional.linear(x, weight if copy is None else copy.copy_(weight), bias)
 
 
 @linear_in_cpu_memory.register_fake
