@@ -146,3 +146,14 @@ def test_compiled_graphs_are_kept_apart_where_they_differ(configure, monkeypatch
     of_this_version = key()
     monkeypatch.setattr(config, "__version__", "99")
     assert key() != of_this_version
+
+
+def test_vllm_is_told_of_our_variable(configure, monkeypatch):
+    """Catches: the way out that our error names refused by --fail-on-environ-validation, or taken for a typing error."""
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
+    monkeypatch.setenv("VLLM_SUBSPEC_ALLOW_CHANGED_VLLM", "1")
+    with pytest.raises(ValueError, match="VLLM_SUBSPEC_ALLOW_CHANGED_VLLM"):
+        configure(None, fail_on_environ_validation=True)
+    configure({"method": "subspec"}, fail_on_environ_validation=True)

@@ -13,7 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..versions import SUPPORTED, is_supported, vllm_build
-from .compat import check_manifest
+from .compat import announce_variable, check_manifest
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -102,6 +102,7 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
         without_full_graphs,
     )
 
+    announce_variable()
     try:
         check_arguments(args)
         without_async_scheduling(args)
