@@ -222,6 +222,34 @@ def without_synchronisation(llm):
     runner, rounds = runner_of(llm), []
     begin, verify = runner._begin_round, runner.rejection_sampler.verify
 
+    # Sync-debug mode sees no waits for events: the draft may wait for levels that lie LAG back, and for nothing else.
+    from vllm_subspec.round.draft import LAG
+
+    class Watched:
+        latest = 0
+
+        def __init__(self, level, event):
+            self.level, self.event = level, event
+
+        def record(self):
+            Watched.latest = self.level
+            self.event.record()
+
+        def synchronize(self):
+            assert Watched.latest - self.level >= LAG
+            self.event.synchronize()
+
+    passed = runner.speculator._passed
+    runner.speculator._passed = [Watched(level, event) for level, event in enumerate(passed)]
+
+    def unexpected(event):
+        if torch.cuda.get_sync_debug_mode() and event not in passed:
+            raise RuntimeError("the host waits for an event")
+        return wait(event)
+
+    wait = torch.cuda.Event.synchronize
+    torch.cuda.Event.synchronize = unexpected
+
     def start(*args):
         torch.cuda.set_sync_debug_mode("error")
         begun = begin(*args)
@@ -239,6 +267,7 @@ def without_synchronisation(llm):
 
     runner._begin_round, runner.rejection_sampler.verify = start, end
     yield
+    torch.cuda.Event.synchronize = wait
     return rounds
 
 

@@ -118,9 +118,11 @@ def test_trees_shrink_to_what_the_request_may_still_emit(answers):
 def test_one_request_is_speculated_and_several_run_plain(answers):
     """Catches: speculation that never stops at several requests, or does not resume afterwards."""
     _, ours = answers
-    trees = [r["tree_size"] > 1 for r in ours["several"]["rounds"]]
-    assert any(trees) and not all(trees)
-    assert trees[-2:] == [True, True] or trees[-1]
+    rounds = ours["several"]["rounds"]
+    last = [r["tree_size"] > 1 for r in rounds if r["request"] == rounds[-1]["request"]]
+    # Three requests, of which two end after three tokens: then the one that is left has trees to its last token.
+    alone = last.index(True)
+    assert alone >= 1 and len(last) - alone >= 3 and all(last[alone:-1])
 
 
 def test_requests_were_preempted_and_speculated_again(answers):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.model_executor.offloader import set_offloader
 from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
+from vllm_subspec.engine import stats
 from vllm_subspec.engine.stats import Rounds, time_waits
 
 
 @pytest.fixture
 def offloader(monkeypatch):
-    """vLLM's prefetch offloader, whose waits take 10 ms."""
-    monkeypatch.setattr(PrefetchOffloader, "_wait_for_layer", lambda self, layer_idx: time.sleep(0.01))
+    """vLLM's prefetch offloader, whose waits take 10 ms by a clock that nothing else moves."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def wait(self, layer_idx):
+        clock.now += 0.01
+
+    monkeypatch.setattr(PrefetchOffloader, "_wait_for_layer", wait)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = object.__new__(PrefetchOffloader)  # its __init__ wants a CUDA stream
     set_offloader(made)
@@ -40,7 +47,8 @@ def test_waits_belong_to_their_round(offloader):
     a_round(rounds, offloader, 0)
     untimed, timed, without = rounds.take()
     assert (untimed["wait_seconds"], without["wait_seconds"]) == (None, None)
-    assert 0.03 <= timed["wait_seconds"] <= min(timed["verify_seconds"], 0.055)
+    assert timed["wait_seconds"] == timed["verify_seconds"] == pytest.approx(0.03)
+    assert timed["draft_seconds"] == 0
     assert timed["accepted"] == 2 and rounds.take() == []
 
 
