@@ -2,8 +2,9 @@
 
 Two methods of vLLM's EngineArgs are wrapped, so that ``{"method": "subspec"}`` makes our speculative config, our
 worker class is chosen for that engine, and what cannot work is refused at the start; and the check by which vLLM
-refuses requests that its own speculative methods cannot serve. Everything else of the plugin is reached through the
-worker class. Without the method the wrappers call vLLM's own and change nothing.
+refuses requests that its own speculative methods cannot serve. Once such an engine is configured, so is the start of
+vLLM's front end, for its output processor (see `delivery`). Everything else of the plugin is reached through the worker
+class. Without the method the wrappers call vLLM's own and change nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +115,22 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
     except Exception:
         cpu.disarm()
         raise
+    from vllm.v1.engine.async_llm import AsyncLLM  # imported late: most processes that load plugins need none of it
+
+    _wrap(AsyncLLM, "__init__", _start_async_llm)
     return made
+
+
+def _start_async_llm(original, llm, vllm_config, *args, **kwargs):
+    if getattr(vllm_config.speculative_config, "method", None) != "subspec":
+        return original(llm, vllm_config, *args, **kwargs)
+    from vllm.v1.engine import async_llm
+
+    from ..patching import replaced
+    from .delivery import TokenByToken
+
+    with replaced(async_llm, "OutputProcessor", TokenByToken):
+        return original(llm, vllm_config, *args, **kwargs)
 
 
 def _validate_spec_decode(original, params, speculative_config):
