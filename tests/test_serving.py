@@ -41,13 +41,30 @@ def same(a, b) -> bool:
     return abs(a - b) < 1e-3 if isinstance(a, float) else a == b
 
 
+def chunks(client, ids: list[int], **more) -> list:
+    more = {"temperature": 0, "max_tokens": 24, "stream_options": {"include_usage": True}, **more}
+    return list(client.completions.create(model="m", prompt=ids, stream=True, **more))
+
+
 def streamed(client, ids: list[int], **more) -> list:
-    stream = client.completions.create(
-        model="m", prompt=ids, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}, **more
-    )
-    chunks = list(stream)
-    text = "".join(c.choices[0].text for c in chunks if c.choices)
-    return [text, [c.choices[0].finish_reason for c in chunks if c.choices][-1], chunks[-1].usage.completion_tokens]
+    """What a stream's chunks say together; the last has the usage."""
+    *parts, last = chunks(client, ids, **more)
+    parts = [c.choices[0] for c in parts]
+    scores = [(p.logprobs.tokens, p.logprobs.token_logprobs, p.logprobs.text_offset) for p in parts if p.logprobs]
+    scores = [sum(of, []) for of in zip(*scores)]
+    return ["".join(p.text for p in parts), scores, parts[-1].finish_reason, last.usage.completion_tokens]
+
+
+def streamed_chat(client, **more) -> list:
+    stream = client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "Hello there"}], temperature=0, max_tokens=24, stream=True,
+        stream_options={"include_usage": True}, logprobs=True, **more,
+    )  # fmt: skip
+    *parts, last = list(stream)
+    parts = [c.choices[0] for c in parts]
+    scores = [[t.token, t.logprob] for p in parts if p.logprobs for t in p.logprobs.content]
+    text = "".join(p.delta.content or "" for p in parts)
+    return [text, scores, parts[-1].finish_reason, last.usage.completion_tokens]
 
 
 def chat(client, **more) -> list:
@@ -74,6 +91,10 @@ def responses_stream(client) -> str:
 CASES = {
     "completion": lambda c: completions(c, prompt(1, 20)),
     "stream": lambda c: streamed(c, prompt(1, 20)),
+    "stream with scores": lambda c: streamed(c, prompt(1, 20), logprobs=2, extra_body={"ignore_eos": True}),
+    "stream to a stop string": lambda c: streamed(
+        c, prompt(1, 20), max_tokens=60, logprobs=1, stop=["w280", "a", "w300"]
+    ),
     "echo": lambda c: completions(c, prompt(2, 12), echo=True),
     "several choices": lambda c: completions(
         c, prompt(3, 12), n=3, temperature=1, extra_body={"top_k": 1, "ignore_eos": True}
@@ -99,6 +120,8 @@ CASES = {
         completions(c, prompt(13, 40) + prompt(14, n), 40) for n in (0, 3, 30)
     ],
     "chat": lambda c: chat(c, logprobs=True, top_logprobs=2),
+    "streamed chat": streamed_chat,
+    "streamed chat to a stop string": lambda c: streamed_chat(c, stop=["w290"]),
     "json schema": lambda c: chat(
         c, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
     ),
@@ -144,6 +167,15 @@ def metrics(client) -> dict[str, float]:
 def test_answers_equal_plain_vllm(client, expected, case):
     """Catches: any parameter of a request that means something else, or fails, because trees are verified."""
     assert same(CASES[case](client), expected[case])
+
+
+def test_a_chunk_brings_one_token(client):
+    """Catches: a round's tokens in one chunk, for clients and parsers that single tokens were meant for."""
+    accepted = "vllm:spec_decode_num_accepted_tokens_total"
+    before = metrics(client)[accepted]
+    *parts, _ = chunks(client, prompt(1, 20), max_tokens=60, logprobs=0, extra_body={"ignore_eos": True})
+    assert [len(c.choices[0].logprobs.tokens) for c in parts] == [1] * 60
+    assert metrics(client)[accepted] > before + 10
 
 
 def test_one_then_eight_then_one(client, expected):
