@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -405,6 +409,40 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path, capsys):
     report.write(result, tmp_path)
     assert "interrupted" in (tmp_path / "results.md").read_text()
     assert json.loads((tmp_path / "results.json").read_text())["answers"] == result["answers"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_stopped_before_any_result_leaves_nothing(tmp_path, monkeypatch, capsys, number):
+    """Catches: a directory without a result left behind, another's that is removed; results of another run replaced."""
+
+    def engine_that_is_stopped(job, log, cpu, timeout):
+        log.write_text("starting")
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+        yield {"event": "failed", "error": "was not stopped"}
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "results.json").write_text("of another run")
+    monkeypatch.setattr(command, "run_methods", functools.partial(run.run_methods, run=engine_that_is_stopped))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for name in ("new", "there"):
+            status = main(["bench", "--model", str(tmp_path), "--out", str(tmp_path / name), "--samples", "1"])
+            assert status == command.INTERRUPTED
+            assert "before anything was measured" in capsys.readouterr().err
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "there" / "results.json").read_text() == "of another run"
+
+
+def test_a_log_gets_a_line_a_stage(tmp_path, capsys):
+    """Catches: minutes of silence where there is no terminal; a line for every answer."""
+    fake_run(tmp_path, FakeEngines(), methods=["vanilla"], repeats=1, samples=3)
+    lines = [re.sub(r"^0:0\d |, about .* left$", "", line) for line in capsys.readouterr().err.splitlines()]
+    stages = ["starting", "warm-up", "measuring", "code", "math"]
+    assert lines == [f"vanilla, repeat 1: {stage}" for stage in stages]
 
 
 def test_a_method_that_fails_keeps_the_others(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
+import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from .run import default_directory, run_methods
 from .settings import NEED_DRAFT, Settings, check_model, parse_pairs, parse_sweep, resolve
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it"""
+"""Exit status after Ctrl-C or a request to terminate, as shells have it after the first"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +84,7 @@ def prepare(settings: Settings) -> tuple[Settings, str, bool]:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Measure, print, write. Returns the exit status: 0, or 130 after Ctrl-C.
+    """Measure, print, write. Returns the exit status: 0, or `INTERRUPTED`.
 
     Raises:
         ValueError, FileNotFoundError: bad input, or no method that gave a result; one sentence.
@@ -96,7 +98,21 @@ def run_bench(args: argparse.Namespace) -> int:
     settings, model, cpu = prepare(settings_from(args, yaml_text))
     out = Path(args.out) if args.out else default_directory()
     about = {"command": shlex.join(["vllm-subspec", *portable(sys.argv[1:])]), "yaml": yaml_text}
-    result = run_methods(settings, model, out, lambda so_far: report.write({**so_far, **about}, out), cpu, console)
+
+    def save(so_far: dict[str, Any]) -> None:
+        if so_far["answers"] or so_far["failures"]:
+            report.write({**so_far, **about}, out)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the engine ends, what is finished is kept
+    is_new = not out.exists()
+    try:
+        result = run_methods(settings, model, out, save, cpu)
+    finally:
+        if is_new and not (out / "results.json").exists():
+            shutil.rmtree(out, ignore_errors=True)
+    if result["interrupted"] and not (result["answers"] or result["failures"]):
+        print("vllm-subspec: stopped before anything was measured", file=sys.stderr)
+        return INTERRUPTED
     if not result["answers"] and not result["interrupted"]:
         raise ValueError("nothing was measured; " + "; ".join(report.remarks(result)))
     finish({**result, **about}, out, console)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, defaultdict
 from contextlib import AbstractContextManager
-from typing import Any
 
 Step = tuple[str, str]
 """("start" | "warm" | "answer", method or variant)"""
@@ -44,18 +44,22 @@ class Clock:
 
 
 class Bar(AbstractContextManager):
-    """The clock as a bar in the terminal."""
+    """The clock on standard error: a bar in a terminal, elsewhere a line for each stage."""
 
-    def __init__(self, clock: Clock, console: Any = None):
+    def __init__(self, clock: Clock):
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self.clock = clock
+        self.in_terminal = sys.stderr.isatty()
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=console, transient=True,
+            TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=Console(stderr=True), transient=True,
+            disable=not self.in_terminal,
         )  # fmt: skip
         self.task = self.progress.add_task("starting", total=1.0, left="")
-        self.last = time.perf_counter()
+        self.stage = ""
+        self.began = self.last = time.perf_counter()
 
     def __enter__(self) -> Bar:
         self.progress.start()
@@ -66,14 +70,25 @@ class Bar(AbstractContextManager):
 
     def now(self, what: str) -> None:
         """A step begins."""
-        self.progress.update(self.task, description=what)
         self.last = time.perf_counter()
+        self.progress.update(self.task, description=what)
+        if not self.in_terminal and what != self.stage:
+            line = ", ".join(filter(None, [what, self._left()]))
+            print(f"{_clock(self.last - self.began)} {line}", file=sys.stderr, flush=True)
+        self.stage = what
 
     def step(self, step: Step) -> None:
         """A step is over, and the next begins."""
         now = time.perf_counter()
         self.clock.add(step, now - self.last)
         self.last = now
+        self.progress.update(self.task, completed=self.clock.share(), left=self._left())
+
+    def _left(self) -> str:
         left = self.clock.left()
-        minutes, seconds = divmod(round(left or 0), 60)
-        self.progress.update(self.task, completed=self.clock.share(), left=f"about {minutes}:{seconds:02} left")
+        return "" if left is None else f"about {_clock(left)} left"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02}"

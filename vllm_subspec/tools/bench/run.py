@@ -38,7 +38,6 @@ def run_methods(
     out: Path,
     save: Callable[[dict[str, Any]], None],
     cpu: bool,
-    console: Any = None,
     run: RunEngine = run_engine,
 ) -> dict[str, Any]:
     """Measure all methods; a method that fails is left out from then on, and Ctrl-C ends the run with what is there.
@@ -61,7 +60,7 @@ def run_methods(
     logs.mkdir(parents=True, exist_ok=True)
     clock = Clock(_steps(engines, benchmarks, settings))
     try:
-        with Bar(clock, console) as bar:
+        with Bar(clock) as bar:
             for repeat in range(settings.repeats):
                 for number, engine in enumerate(engines):
                     label = f"{number}-{engine.name}"
@@ -119,6 +118,7 @@ def _collect(
             bar.now(f"{engine.method}, repeat {repeat + 1}: warm-up")
         elif kind == "warm":
             bar.step(("warm", event["variant"]))
+            bar.now(f"{event['variant']}, repeat {repeat + 1}: measuring")
         elif kind == "answer":
             result["answers"].append({"repeat": repeat, **event})
             bar.step(("answer", event["variant"]))

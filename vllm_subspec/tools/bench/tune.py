@@ -51,7 +51,7 @@ def run_tune(args: argparse.Namespace) -> int:
     console = Console()
     settings, model, cpu = prepare(settings_from(args))
     with tempfile.TemporaryDirectory() as directory:
-        result = run_methods(settings, model, Path(directory), lambda so_far: None, cpu, console)
+        result = run_methods(settings, model, Path(directory), lambda so_far: None, cpu)
         logs = [log.read_text() for log in Path(directory).glob("logs/*")] if result["failures"] else []
     for line in result["failures"].values():
         print("\n".join(log[-LOG_TAIL:] for log in logs), file=sys.stderr)
