@@ -1,5 +1,6 @@
 """Set-up that every test shares. Engines run in processes of their own (see engine.py), one at a time."""
 
+import json
 import os
 import sys
 import time
@@ -49,6 +50,20 @@ def tiny_checkpoints(tmp_path_factory) -> dict[str, str]:
     import tiny
 
     return tiny.make_all(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory with nothing but a config.json, of Qwen2.5-7B unless another is given."""
+    from published import QWEN2_7B
+
+    def write(config: dict | str = QWEN2_7B, name: str = "model") -> str:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        return str(directory)
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..sizes import MIB, capped, gib
 from . import SPECULATIVE_CONFIG
-from .memory import Memory, Run, offloaded_memory, plain_memory
+from .memory import Memory, Run, dense_substitutes, offloaded_memory, plain_memory
 from .model import Model
 
 SUBSTITUTE_ALL = '{"method":"subspec","substitute_layers":"all"}'
@@ -54,8 +55,16 @@ class Plan:
         return self.placement.offloaded(len(self.model.layers)) if self.placement else ()
 
     @property
+    def dense(self) -> str | None:
+        """See `memory.dense_substitutes`."""
+        layers = self.model.layers
+        if not self.run.substitute_all:
+            layers = [layers[i] for i in self.offloaded]
+        return dense_substitutes(layers, self.run) if self.placement else None
+
+    @property
     def offloaded_bytes(self) -> int:
-        """What every target pass streams, and what CPU memory (pinned) has to hold."""
+        """What every target pass streams."""
         return sum(self.model.layers[i].parameters for i in self.offloaded) * self.run.itemsize
 
     @property
@@ -142,7 +151,8 @@ def make_plan(model: Model, run: Run, vram: int, gpu_total: int | None = None) -
         DoesNotFit: the sentence says the smallest VRAM that would do.
         ValueError: a context that the model does not have, or a VRAM that the GPU does not have.
     """
-    if run.context > model.max_positions and not model.scaled_rope:
+    beyond = model.scaled_rope or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").lower() in ("1", "true")
+    if run.context > model.max_positions and not beyond:
         raise ValueError(f"a context of {run.context} exceeds the {model.max_positions} positions of {model.name}")
     if run.tree_rows > run.chunk:
         raise ValueError(
@@ -167,8 +177,9 @@ def make_plan(model: Model, run: Run, vram: int, gpu_total: int | None = None) -
                 best = (rank, Plan(model, run, vram, total, assumed, placement, memory))
     if best is None:
         needed = -(-smallest // MIB)
+        dense = dense_substitutes(model.layers, run)
         raise DoesNotFit(
             f"{model.name} does not fit in {gib(vram)} with a context of {run.context}; "
-            f"the smallest VRAM that would do is {needed}MiB ({gib(needed * MIB)})"
+            f"the smallest VRAM that would do is {needed}MiB ({gib(needed * MIB)}){f'; {dense}' if dense else ''}"
         )
     return best[1]

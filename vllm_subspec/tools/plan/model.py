@@ -54,27 +54,31 @@ class Model:
         return sum(layer.parameters for layer in self.layers) + self.embedding + self.head + self.others
 
 
-def load_model(model: str) -> Model:
+def load_model(
+    model: str, revision: str | None = None, overrides: dict | None = None, token: bool | str | None = None
+) -> Model:
     """Sizes of a checkpoint.
 
     Args:
         model: a directory with a config.json, or a hub id, of which config.json alone is fetched
+        revision, token: for the hub
+        overrides: keys of config.json with other values (vLLM's ``--hf-overrides``)
 
     Raises:
         FileNotFoundError: no such directory or hub model, or it has no config.json.
         ValueError: not a dense decoder that subspec serves; the sentence says what it is.
     """
-    path = _config_path(model)
+    path = _config_path(model, revision, token)
     try:
         given = json.loads(path.read_text())
     except ValueError:
         raise ValueError(f"the config.json of {model} is not JSON") from None
     if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
         raise ValueError(f"the config.json of {model} has no model_type, so it does not say what the model is")
-    return model_from_config(given, model)
+    return model_from_config({**given, **(overrides or {})}, model)
 
 
-def _config_path(model: str) -> Path:
+def _config_path(model: str, revision: str | None, token: bool | str | None) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
@@ -91,17 +95,20 @@ def _config_path(model: str) -> Path:
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )  # fmt: skip
 
     hub_logging.set_verbosity_error()  # its client reports each of its retries
     try:
-        return Path(hf_hub_download(model, "config.json"))
+        return Path(hf_hub_download(model, "config.json", revision=revision, token=token))
     except HFValidationError:
         why = "the hub has no such names"
     except GatedRepoError:
         why = "the hub's model of that name is gated; log in with `hf auth login`"
     except RepositoryNotFoundError:
         why = "the hub shows no model of that name"
+    except RevisionNotFoundError:
+        why = f"the hub's model of that name has no revision {revision}"
     except LocalEntryNotFoundError:
         why = "the hub cannot be reached"
     except EntryNotFoundError:
@@ -173,7 +180,10 @@ def _decoder_config(given: dict, name: str):
     if given.get("quantization_config"):
         raise ValueError(f"{name} is quantized, so there is nothing to substitute; use the unquantized checkpoint")
     if kind not in CONFIG_MAPPING:
-        raise ValueError(f"{name} is of a kind that transformers does not know ({kind}), so its sizes cannot be told")
+        raise ValueError(
+            f"{name} is of a kind that transformers does not know ({kind}), so its sizes cannot be told; "
+            "say yourself what vLLM offloads, as --offload-group-size 1"
+        )
     try:
         config = CONFIG_MAPPING[kind].from_dict(given)
     except Exception as error:

@@ -8,9 +8,11 @@ import shlex
 from ..sizes import GIB, MIB, gib, parse_size
 from .advise import Plan, default_context, make_plan
 from .fastest import fastest_plan
-from .memory import CUDA_CONTEXT, Run
+from .gpu import Gpu, this_gpu
+from .host import EXACT, WSL_LIMIT, Host, Need, can_be_exact, needed, obstacles, this_host, will_be_exact
+from .memory import Run
 from .model import load_model
-from .speed import GB, Bandwidth, Expectation, bandwidths, expect
+from .speed import GB, PROMPT, Bandwidth, Expectation, bandwidths, expect
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TAUS = [8.0, 13.0, 20.0, 28.0]
@@ -32,23 +34,6 @@ ITEMS = {
     "cuda_context": "CUDA context",
     "loading": "making substitutes, above the rest",
 }
-
-
-def gpu_memory() -> int | None:
-    """Bytes of the current GPU, as vLLM reads them; None without one."""
-    import torch
-
-    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
-
-
-def used_by_others() -> int:
-    """Bytes of the current GPU that other processes hold."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return max(0, total - free - torch.cuda.memory_reserved() - CUDA_CONTEXT)
 
 
 def run_plan(
@@ -80,14 +65,15 @@ def run_plan(
             raise ValueError(f"--tau is the tokens of a pass, 1 to {Run.tree_depth + 1}, not {tau:g}")
     size, model = parse_size(vram), load_model(name)
     run = Run(itemsize=ITEMSIZES[dtype], context=context or default_context(model))
-    plan, links = make_plan(model, run, size, gpu_memory()), bandwidths(pcie, bandwidth)
+    gpu = this_gpu()
+    plan, links = make_plan(model, run, size, gpu and gpu.total), bandwidths(pcie, bandwidth)
     if fastest:
         plan = fastest_plan(plan, *links)
     expected = expect(plan, *links, taus)
     if as_json:
         print(json.dumps(as_dict(plan, dtype, *links, expected), indent=1))
     else:
-        print_plan(plan, dtype, *links, expected)
+        print_plan(plan, dtype, gpu, *links, expected)
         if plan.placement and not fastest:
             print_hint(plan, *links, expected)
     return 0
@@ -119,6 +105,8 @@ def as_dict(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected: E
         "layers": len(plan.model.layers),
         "offloaded_layers": list(plan.offloaded),
         "offloaded_bytes": plan.offloaded_bytes,
+        "dense_substitutes": plan.dense,
+        "cpu_memory": {**vars(needed(plan, will_be_exact())), "available": this_host().available},
         "memory": {**vars(plan.memory), "total": plan.memory.total},
         "flags": plan.flags(dtype),
         "command": command(plan, dtype),
@@ -127,11 +115,14 @@ def as_dict(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected: E
         "t_target": expected.t_target,
         "t_draft": expected.t_draft,
         "t_verify": expected.t_verify,
+        "t_first": expected.t_first,
         "expected": [{"tau": t, "tokens_per_second": s, "speedup": x} for t, (s, x) in expected.by_tau.items()],
     }
 
 
-def print_plan(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected: Expectation) -> None:
+def print_plan(
+    plan: Plan, dtype: str, device: Gpu | None, pcie: Bandwidth, gpu: Bandwidth, expected: Expectation
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -147,15 +138,16 @@ def print_plan(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected
     table.add_row("asked for", f"{plan.vram / GIB:.2f}")
     console.print(table)
     console.print(plan.summary() + ".")
+    if plan.dense:
+        console.print(f"{capitalized(plan.dense)}.", markup=False)
     if plan.gpu_is_assumed:
         console.print(f"No GPU here: --gpu-memory-utilization assumes that {gib(plan.vram)} is the whole GPU.")
     else:
         console.print(f"--gpu-memory-utilization is of this GPU's {gib(plan.gpu_total)}.")
-        others = used_by_others()
-        if plan.vram + others > plan.gpu_total + MIB:
+        if plan.vram + device.others > plan.gpu_total + MIB:
             console.print(
-                f"Other processes hold {gib(others)} of it now: it would not start beside them. "
-                f"End them, or plan for --vram {(plan.gpu_total - others) // MIB}MiB."
+                f"Other processes hold {gib(device.others)} of it now: it would not start beside them. "
+                f"End them, or plan for --vram {(plan.gpu_total - device.others) // MIB}MiB."
             )
     console.print(f"\n{command(plan, dtype)}\n", markup=False)
 
@@ -163,13 +155,15 @@ def print_plan(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected
     if not plan.placement:
         console.print(f"A pass takes at least {1e3 * expected.t_target:.1f} ms: GPU memory at {rate(gpu)}.")
         return
+    for line in host_lines(plan, this_host()):
+        console.print(line, markup=False)
     console.print(
         f"{gib(plan.offloaded_bytes)} of pinned CPU memory stream every pass. "
         f"PCIe {rate(pcie)}, GPU memory {rate(gpu)}."
     )
     console.print(
         f"Expected: t_target {1e3 * expected.t_target:.0f} ms, t_draft {1e3 * expected.t_draft:.1f} ms, "
-        f"verification {1e3 * expected.t_verify:.0f} ms."
+        f"verification {1e3 * expected.t_verify:.0f} ms; {first_token(expected)}."
     )
     speeds = Table()
     speeds.add_column("tau")
@@ -178,3 +172,31 @@ def print_plan(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected
     for tau, (speed, speedup) in expected.by_tau.items():
         speeds.add_row(f"{tau:g}", f"{speed:.1f}", f"{speedup:.1f}x")
     console.print(speeds)
+
+
+def host_lines(plan: Plan, host: Host) -> list[str]:
+    """CPU memory of a plan, and what stands against it."""
+    need = needed(plan, will_be_exact())
+    lines = [cpu_memory(need, host) + "."]
+    if can_be_exact():
+        rounded = gib(needed(plan, exact=False).serving)
+        lines.append(
+            f"`vllm serve` takes {rounded} unless PYTORCH_ALLOC_CONF is {EXACT}, as `vllm-subspec serve` sets it."
+        )
+    lines += [f"It would not start: {obstacle}." for obstacle in obstacles(need, host)]
+    return [*lines, WSL_LIMIT] if host.wsl else lines
+
+
+def cpu_memory(need: Need, host: Host) -> str:
+    """A sentence without its full stop."""
+    there = "" if host.available is None else f", of {gib(host.available)} available"
+    return f"CPU memory: {gib(need.serving)}, and {gib(need.loading)} while it loads{there}"
+
+
+def first_token(expected: Expectation) -> str:
+    """In a part of a sentence."""
+    return f"{expected.t_first:.1f} s to the first token of a prompt of {PROMPT:,}"
+
+
+def capitalized(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]

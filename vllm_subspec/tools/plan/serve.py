@@ -8,10 +8,11 @@ from ..sizes import parse_size
 from . import SPECULATIVE_CONFIG
 from .advise import Plan, chunk_for, default_context, make_plan
 from .fastest import fastest_plan
+from .gpu import this_gpu
 from .memory import Run
 from .model import load_model
 from .options import options
-from .report import ITEMSIZES, gpu_memory
+from .report import ITEMSIZES
 from .speed import bandwidths
 
 DTYPES = {"auto": "bfloat16", "half": "float16", "float": "float32", **{name: name for name in ITEMSIZES}}
@@ -48,7 +49,8 @@ def plan_for(name: str, vram: str, rest: list[str], fastest: bool = False) -> tu
         substitute_all=spec.get("substitute_layers") == "all",
         **tree,
     )
-    plan = make_plan(model, run, size, gpu_memory())
+    gpu = this_gpu()
+    plan = make_plan(model, run, size, gpu and gpu.total)
     if fastest:  # a speculative config of the user's own is not changed
         plan = fastest_plan(plan, *bandwidths(None, None), any_substitutes=not spec)
     if not plan.placement and spec:
