@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
+import re
 import sys
+from importlib.metadata import PackageNotFoundError
 
-from .plan import SPECULATIVE_CONFIG
-from .plan.options import attach_negative, options, take_option
+from .. import __version__
+from ..versions import SUPPORTED, vllm_build
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -49,25 +50,6 @@ def trace(args: argparse.Namespace) -> int:
     return run_trace(args)
 
 
-def serve(args: argparse.Namespace) -> int:
-    """vLLM's OpenAI server with the flag set. Also where the `vllm` command does not start (CPU builds)."""
-    vram, rest = take_option("--vram", args.rest)  # what follows the model is all in args.rest
-    vram = args.vram if vram is None else vram
-    fastest, rest = args.fastest or "--fastest" in rest, [word for word in rest if word != "--fastest"]
-    if fastest and vram is None:
-        raise ValueError("--fastest plans for --vram; give that as well")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, *rest]
-    if vram is not None:
-        from .plan.serve import plan_for
-
-        planned, flags = plan_for(args.model, vram, rest, fastest)
-        print(planned.summary(), flush=True)
-        command += flags
-    elif "--speculative-config" not in options(rest):
-        command += ["--speculative-config", SPECULATIVE_CONFIG]
-    os.execv(command[0], command)
-
-
 def parse_setting(text: str) -> tuple[int, int, float]:
     """``WIDTH,DEPTH,TEMPERATURE``"""
     try:
@@ -77,12 +59,33 @@ def parse_setting(text: str) -> tuple[int, int, float]:
         raise SystemExit(f"vllm-subspec: --setting takes WIDTH,DEPTH,TEMPERATURE (as 6,48,0.2), not {text!r}") from None
 
 
+def attach_negative(name: str, words: list[str]) -> list[str]:
+    """``name -8GiB`` as ``name=-8GiB``, so that argparse does not take the value for an option."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == name and re.match(r"-\d", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def versions() -> str:
+    """The plugin's, and vLLM's build."""
+    try:
+        build = " ".join(vllm_build())
+    except PackageNotFoundError:
+        build = "no vLLM found"
+    return f"vllm-subspec {__version__}, {build} (for vLLM {SUPPORTED}.x)"
+
+
 def main(argv: list[str] | None = None) -> int:
     from .bench import command as bench_command
     from .bench import trace_run
     from .bench import tune as bench_tune
 
     parser = argparse.ArgumentParser(prog="vllm-subspec", description=__doc__)
+    parser.add_argument("--version", action="version", version=versions())
     commands = parser.add_subparsers(required=True, metavar="command")
 
     p = commands.add_parser("demo", help="plain vLLM and subspec side by side on a small model")
@@ -122,16 +125,16 @@ def main(argv: list[str] | None = None) -> int:
     trace_run.add_arguments(p)
     p.set_defaults(run=trace)
 
-    p = commands.add_parser("serve", help="vLLM's OpenAI server with the method on")
-    p.add_argument("model")
-    p.add_argument("--vram", help="apply the plan for that much GPU memory, as 8GiB")
-    p.add_argument("--fastest", action="store_true", help="of the plans for --vram, the one `plan --fastest` prints")
-    p.add_argument("rest", nargs=argparse.REMAINDER, help="options of `vllm serve`")
-    p.set_defaults(run=serve)
+    commands.add_parser("serve", help="vLLM's OpenAI server: offloads what does not fit, with the method on")
 
-    args = parser.parse_args(attach_negative("--vram", sys.argv[1:] if argv is None else argv))
+    words = attach_negative("--vram", sys.argv[1:] if argv is None else argv)
     try:
-        return args.run(args)
+        if words[:1] != ["serve"]:
+            args = parser.parse_args(words)
+            return args.run(args)
+        from . import serve  # vLLM's parser reads the rest
+
+        options = serve.prepare(words[1:])
     except (OSError, ValueError) as error:
         print(f"vllm-subspec: {error}", file=sys.stderr)
         return 1
@@ -139,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         extra = "'.[cuda]' (or '.[cpu]')" if error.name in ("vllm", "torch") else "'.[bench]'"
         print(f"vllm-subspec: {error.name} is not installed; pip install {extra} in a checkout", file=sys.stderr)
         return 1
+    serve.start(options)
+    return 0
 
 
 if __name__ == "__main__":
