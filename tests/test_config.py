@@ -23,7 +23,7 @@ def configure(checkpoint, monkeypatch):
     register()
 
     def make(spec: dict | None, **engine):
-        arguments = dict(model=checkpoint, skip_tokenizer_init=True, max_model_len=256, dtype="float32")
+        arguments = dict(model=checkpoint, skip_tokenizer_init=True, max_model_len=400, dtype="float32")
         return EngineArgs(**{**arguments, **engine}, speculative_config=spec).create_engine_config()
 
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
@@ -66,7 +66,9 @@ def test_fields_may_be_given_with_dashes_and_a_consistent_count(configure):
         ({"draft_temperature": 0}, {}, ["draft_temperature"]),
         ({"substitute_bits": 8}, {}, ["substitute_bits"]),
         ({"substitute_layers": "some"}, {}, ["substitute_layers"]),
-        ({"tree_width": 64, "tree_depth": 8}, {"max_num_batched_tokens": 512}, ["--max-num-batched-tokens", "513"]),
+        ({"tree_width": 64, "tree_depth": 8}, {"max_num_batched_tokens": 512, "max_model_len": 1024},
+         ["--max-num-batched-tokens", "513"]),
+        ({}, {"max_num_batched_tokens": 64, "max_model_len": 256}, ["--max-num-batched-tokens", "254"]),
         ({}, {"tensor_parallel_size": 2}, ["--tensor-parallel-size", "1"]),
         ({}, {"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype", "auto"]),
         ({}, {"enable_lora": True}, ["LoRA", "--enable-lora"]),
@@ -81,6 +83,61 @@ def test_what_cannot_work_is_refused_in_one_sentence(configure, spec, engine, wo
     text = message(error)
     assert all(word in text for word in words), text
     assert "Traceback" not in text
+
+
+LONG = {"max_model_len": 4096, "hf_overrides": {"max_position_embeddings": 4096}}
+
+
+@pytest.mark.parametrize(
+    "spec,engine,nodes,tokens",
+    [
+        ({}, {"max_model_len": 256, "max_num_seqs": 1}, 253, 256),
+        ({"num_speculative_tokens": 288}, {"max_model_len": 64, "max_num_seqs": 1}, 61, 64),
+        ({}, {"max_model_len": 2, "max_num_seqs": 1}, 1, 2),
+        ({}, {"max_model_len": 256, "max_num_batched_tokens": 256}, 253, 256),
+        ({"tree_width": 2, "tree_depth": 3}, {"max_model_len": 64, "max_num_seqs": 1}, 6, 64),
+        ({"tree_width": 64, "tree_depth": 33}, LONG, 2112, 2113),  # vLLM's own is 2048
+        ({"tree_width": 64, "tree_depth": 31}, LONG, 1984, 2048),
+    ],
+)
+def test_a_step_that_the_user_did_not_size_has_room_for_the_trees_there_can_be(configure, spec, engine, nodes, tokens):
+    """Catches: a start refused for an option that vLLM derived; a step longer than the model, which vLLM's dummy runs
+    and models with learned positions do not survive."""
+    c = configure({"method": "subspec", **spec}, **engine)
+    scheduler = c.scheduler_config
+    assert (c.speculative_config.num_speculative_tokens, scheduler.max_num_batched_tokens) == (nodes, tokens)
+    assert scheduler.max_num_scheduled_tokens == tokens
+    if "max_num_batched_tokens" not in engine:
+        assert configure(None, **engine).scheduler_config.max_num_batched_tokens == min(tokens, 2048)
+
+
+def test_a_tree_is_cut_to_what_fits():
+    """Catches: a tree of more nodes than there are, of none, or smaller than it need be."""
+    from vllm_subspec.round.limits import fitting_tree
+
+    for width in range(1, 9):
+        for depth in range(1, 9):
+            for nodes in range(1, 70):
+                w, d = fitting_tree(width, depth, nodes)
+                trees = [(i, j) for i in range(1, width + 1) for j in range(1, depth + 1) if i * j <= nodes]
+                assert (w, d) == max(trees)  # the widest, then the deepest
+
+
+def test_a_sweep_may_ask_for_trees_that_no_request_has_room_for():
+    """Catches: an engine that starts with such a tree and then refuses the same one to a benchmark, or drafts it."""
+    import torch
+
+    from vllm_subspec.round.speculator import SubSpecSpeculator
+
+    speculator = object.__new__(SubSpecSpeculator)
+    speculator.__dict__.update(max_nodes=253, max_keys=256, device=torch.device("cpu"))
+    for asked, made in {(6, 48): (6, 42), (7, 40): (7, 36), (11, 23): (11, 23), (64, 128): (64, 3)}.items():
+        speculator.set_tree(*asked)
+        assert (speculator.tree_width, speculator.tree_depth, len(speculator.tree)) == (*made, 1 + made[0] * made[1])
+    speculator.max_nodes = 18
+    for width, depth in ((6, 48), (5, 4), (0, 1)):
+        with pytest.raises(ValueError, match="18 nodes"):
+            speculator.set_tree(width, depth)
 
 
 def test_the_old_runner_forced_by_the_environment_is_refused(configure, monkeypatch):
@@ -112,7 +169,7 @@ def test_the_environment_is_restored_for_the_next_engine(configure, monkeypatch)
     configure(None)
     assert MARK not in os.environ and os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     with pytest.raises(Exception):
-        configure({"method": "subspec", "tree_width": 64, "tree_depth": 8}, max_num_batched_tokens=512)
+        configure({"method": "subspec"}, max_num_batched_tokens=256)
     assert MARK not in os.environ
 
 

@@ -19,6 +19,15 @@ def answers(tiny_checkpoints):
             "engine": {"max_model_len": 128},
             "batches": [[r] for r in random_requests(1, [100, 126, 127], 500)],
         },
+        **{
+            f"model length {length}": {  # shorter than a tree, and so is what vLLM derives from it for a step
+                "model": llama,
+                "engine": {"max_model_len": length, "max_num_seqs": 1},
+                "spec": {"tree_width": 6, "tree_depth": 48},
+                "batches": [[r] for r in random_requests(length, lengths, 500)],
+            }
+            for length, lengths in {256: [170], 64: [1, 30, 61], 5: [1, 3]}.items()
+        },
         "max tokens": {
             "model": llama,
             "batches": [[r] for n in (1, 2, 3, 7) for r in random_requests(2, [12], n)],
@@ -87,6 +96,9 @@ def answers(tiny_checkpoints):
 
 CASES = [
     "model length",
+    "model length 256",
+    "model length 64",
+    "model length 5",
     "max tokens",
     "several",
     "chunks",
@@ -113,6 +125,7 @@ def test_trees_shrink_to_what_the_request_may_still_emit(answers):
     sizes = [r["tree_size"] for r in ours["max tokens"]["rounds"]]
     assert max(sizes) <= 1 + 3 * 5  # seven tokens: one from the prefill, a tree of depth 5 and its bonus
     assert min(r["tree_size"] for r in ours["model length"]["rounds"]) == 1
+    assert [max(r["tree_size"] for r in ours[f"model length {n}"]["rounds"]) for n in (64, 5)] == [61, 3]
 
 
 def test_one_request_is_speculated_and_several_run_plain(answers):

@@ -10,6 +10,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config, hash_factors
 
 from .. import __version__
+from ..round.limits import most_nodes
 
 METHOD = "subspec"
 OURS = (
@@ -34,7 +35,7 @@ class SubSpecConfig(SpeculativeConfig):
     tree_width: int = Field(default=6, ge=1, le=64)
     """k: leaves that every draft pass extends."""
     tree_depth: int = Field(default=48, ge=1, le=128)
-    """D: draft passes, and levels of the tree."""
+    """D: draft passes, and levels of the tree. Fewer where the model length has no room for them."""
     draft_temperature: float = Field(default=0.2, gt=0.0, le=10.0)
     """T_d: divides the draft's logits before scores accumulate."""
     substitute_bits: Literal[4] = 4
@@ -54,7 +55,9 @@ class SubSpecConfig(SpeculativeConfig):
     never, as in the paper. It changes how much is drafted, never what is emitted."""
 
     def __post_init__(self):
-        self.num_speculative_tokens = self.tree_width * self.tree_depth
+        # What a step of one request may hold: where the model length has no room for the whole tree, fewer.
+        room = most_nodes(getattr(self.target_model_config, "max_model_len", 1 << 30))
+        self.num_speculative_tokens = min(self.tree_width * self.tree_depth, room)
         # The draft is made of the target: vLLM's per-draft settings all follow it.
         self.model = getattr(self.target_model_config, "model", None)
         self.draft_model_config = self.target_model_config
@@ -100,9 +103,10 @@ def make_config(given: dict[str, Any], target_model_config: Any, target_parallel
         problem = error.errors()[0]
         where = f"{problem['loc'][0]} is {problem['input']!r}; " if problem["loc"] else ""
         raise ValueError(f"subspec: {where}{problem['msg'][0].lower()}{problem['msg'][1:]}") from None
-    if wanted is not None and wanted != made.num_speculative_tokens:
+    nodes = made.tree_width * made.tree_depth
+    if wanted is not None and wanted != nodes:
         raise ValueError(
             f"subspec: num_speculative_tokens is {wanted} but tree_width x tree_depth is {made.tree_width} x "
-            f"{made.tree_depth} = {made.num_speculative_tokens}; leave num_speculative_tokens out"
+            f"{made.tree_depth} = {nodes}; leave num_speculative_tokens out"
         )
     return made

@@ -1,10 +1,10 @@
 """What vLLM loads: `register` in every process (``vllm.general_plugins``).
 
-Two methods of vLLM's EngineArgs are wrapped, so that ``{"method": "subspec"}`` makes our speculative config, our
-worker class is chosen for that engine, and what cannot work is refused at the start; and the check by which vLLM
-refuses requests that its own speculative methods cannot serve. Once such an engine is configured, so is the start of
-vLLM's front end, for its output processor (see `delivery`). Everything else of the plugin is reached through the worker
-class. Without the method the wrappers call vLLM's own and change nothing.
+Three methods of vLLM's EngineArgs are wrapped, so that ``{"method": "subspec"}`` makes our speculative config, our
+worker class is chosen for that engine, a step has room for a tree, and what cannot work is refused at the start; and
+the check by which vLLM refuses requests that its own speculative methods cannot serve. Once such an engine is
+configured, so is the start of vLLM's front end, for its output processor (see `delivery`). Everything else of the plugin
+is reached through the worker class. Without the method the wrappers call vLLM's own and change nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from .compat import announce_variable, check_manifest
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
+
+    from .config import SubSpecConfig
 
 logger = logging.getLogger("vllm.subspec")
 
@@ -41,6 +43,7 @@ def register() -> None:
 
     _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
     _wrap(EngineArgs, "create_speculative_config", _create_speculative_config)
+    _wrap(EngineArgs, "_set_default_max_num_seqs_and_batched_tokens_args", _set_default_batch)
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
 
 
@@ -67,8 +70,20 @@ def _create_speculative_config(original, args: EngineArgs, target_model_config, 
     if _method(args) != "subspec":
         cpu.disarm()
         return original(args, target_model_config, target_parallel_config)
-    from .config import make_config
     from .support import check_model
+
+    check_manifest()
+    check_model(target_model_config)
+    made = _speculative_config(args, target_model_config, target_parallel_config)
+    cpu.arm()
+    worker = WORKERS[made.share_kv and made.async_transfer, cpu.is_cpu_build()]
+    target_parallel_config.worker_cls = f"vllm_subspec.{worker}"
+    return made
+
+
+def _speculative_config(args: EngineArgs, target_model_config, target_parallel_config) -> SubSpecConfig:
+    """The one that the arguments ask for."""
+    from .config import make_config
 
     given = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
     for flag, key, value in (
@@ -81,14 +96,19 @@ def _create_speculative_config(original, args: EngineArgs, target_model_config, 
         if key in given:
             raise ValueError(f"subspec: {flag} is given beside {key} in --speculative-config; remove one of them")
         given[key] = value
-    check_manifest()
-    check_model(target_model_config)
-    made = make_config(given, target_model_config, target_parallel_config)
-    cpu.arm()
-    target_parallel_config.worker_cls = (
-        f"vllm_subspec.{WORKERS[made.share_kv and made.async_transfer, cpu.is_cpu_build()]}"
-    )
-    return made
+    return make_config(given, target_model_config, target_parallel_config)
+
+
+def _set_default_batch(original, args: EngineArgs, usage_context, model_config, parallel_config):
+    """Where the user leaves it to vLLM how many tokens a step has, they are at least the rows of a tree."""
+    derived = args.max_num_batched_tokens is None
+    original(args, usage_context, model_config, parallel_config)
+    if not derived or _method(args) != "subspec":
+        return
+    rows = 1 + _speculative_config(args, model_config, parallel_config).num_speculative_tokens
+    if args.max_num_batched_tokens < rows:
+        logger.info("subspec: max_num_batched_tokens is raised to %d, the rows of a tree", rows)
+        args.max_num_batched_tokens = rows
 
 
 def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs):

@@ -170,7 +170,7 @@ def _problems(c: VllmConfig) -> Iterator[str]:
     spec = c.speculative_config
     if not isinstance(spec, SubSpecConfig):
         yield f"this checkpoint brings its own speculative method, {spec.method!r}; serve the model that it drafts for"
-    rows = spec.tree_width * spec.tree_depth + 1
+    rows = 1 + spec.num_speculative_tokens
     scheduler = c.scheduler_config
     for option, tokens in (
         ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
@@ -179,8 +179,9 @@ def _problems(c: VllmConfig) -> Iterator[str]:
     ):
         if tokens < rows:
             yield (
-                f"a tree of width {spec.tree_width} and depth {spec.tree_depth} needs {rows} tokens a step but "
-                f"{option} is {tokens}; raise it to at least {rows}, or lower tree_width or tree_depth"
+                f"a tree of width {spec.tree_width} and depth {spec.tree_depth} needs {rows} tokens a step at a model "
+                f"length of {c.model_config.max_model_len}, but {option} is {tokens}; raise it to at least {rows}, or "
+                "lower tree_width or tree_depth"
             )
     vocabulary = c.model_config.get_vocab_size()
     if spec.tree_width > vocabulary:

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from .attention.impl import warm_up
 from .attention.metadata import KVGroup, TreeMetadata, tree_metadata
 from .commit import move_kv
+from .limits import fitting_tree, most_nodes
 from .noise import SamplingNoise
 from .tree import TokenTree, grow
 
@@ -81,13 +82,21 @@ class SubSpecSpeculator(BaseSpeculator):
     ) -> None:
         """Draft other trees from now on; a captured step is gone. What is None stays as it is.
 
+        A tree for which no request has room becomes the largest for which one has.
+
         Raises:
             ValueError: more nodes than the engine was configured for.
         """
-        if not 1 <= width * depth <= self.max_nodes:
+        fitting = fitting_tree(width, depth, most_nodes(self.max_keys))
+        if not 1 <= fitting[0] * fitting[1] <= self.max_nodes:
             raise ValueError(
                 f"subspec: a tree of {width} x {depth} has more than the configured {self.max_nodes} nodes"
             )
+        if fitting != (width, depth):
+            logger.info(
+                "Trees are %d x %d: a model length of %d has no room for %d x %d", *fitting, self.max_keys, width, depth
+            )
+            width, depth = fitting
         self.tree_width, self.tree_depth = width, depth
         if draft_temperature is not None:
             self.draft_temperature = draft_temperature

@@ -69,7 +69,7 @@ class PrivateKVSpeculator(SubSpecSpeculator):
     def set_tree(self, width: int, depth: int, **options: float) -> None:
         super().set_tree(width, depth, **options)
         # The additional pass grows a level that nobody sees.
-        self.tree = TokenTree.empty(1 + width * (depth + 1), self.device)
+        self.tree = TokenTree.empty(1 + self.tree_width * (self.tree_depth + 1), self.device)
 
     def draft(self, root: torch.Tensor, context_len: torch.Tensor, num_nodes: int) -> TokenTree:
         # A tree that ends inside a level ends where the context does: there is no room, and no need.
