@@ -155,6 +155,35 @@ def test_another_method_reaches_vllm_untouched(configure):
     assert type(c) is SpeculativeConfig and c.method == "ngram"
 
 
+@pytest.mark.parametrize(
+    "spec,hinted",
+    [({"method": "subspce", "tree_width": 3}, True), ({"method": "SubSpec"}, True), ({"method": "sub-spec"}, True),
+     ({"method": "eagel", "model": "x"}, False), ({"method": 3}, False)],
+)  # fmt: skip
+def test_a_mistyped_method_is_told_of_ours(configure, monkeypatch, spec, hinted):
+    """Catches: a list of methods without the one that was meant; any other change to vLLM's error."""
+    from pydantic import ValidationError
+
+    from vllm_subspec.engine import config
+
+    with pytest.raises(ValidationError) as error:
+        configure(spec)
+    assert "Input should be 'subspec'" in str(error.value) and "'eagle3'" in str(error.value)
+    assert ("did you mean subspec?" in str(error.value)) is hinted
+    monkeypatch.setattr(config, "with_subspec", lambda error: error)
+    with pytest.raises(ValidationError) as vllms:
+        configure(spec)
+    without = lambda error: [{k: v for k, v in line.items() if k not in ("msg", "ctx")} for line in error.errors()]  # noqa: E731
+    assert without(error.value) == without(vllms.value) and error.value.title == vllms.value.title
+
+
+def test_vllms_other_errors_are_left_alone(configure):
+    """Catches: an error about another option of another method that changes."""
+    with pytest.raises(Exception) as error:
+        configure({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1, "prompt_lookup_min": 2})
+    assert "prompt_lookup_min" in str(error.value) and "subspec" not in str(error.value)
+
+
 def test_the_environment_is_restored_for_the_next_engine(configure, monkeypatch):
     """Catches: plain engines after one with subspec running on the interpreted runner; marks of a refused one."""
     import os

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -110,3 +111,18 @@ def make_config(given: dict[str, Any], target_model_config: Any, target_parallel
             f"{made.tree_depth} = {nodes}; leave num_speculative_tokens out"
         )
     return made
+
+
+def is_about_method(line: dict[str, Any]) -> bool:
+    """Whether a line of pydantic's (`ValidationError.errors`) says that there is no such method."""
+    return line["type"] == "literal_error" and line["loc"] == ("method",)
+
+
+def with_subspec(error: ValidationError) -> ValidationError:
+    """vLLM's error about a speculative method that it does not know, with ours among those that there are."""
+    lines = [{key: line[key] for key in ("type", "loc", "input", "ctx") if key in line} for line in error.errors()]
+    for line in filter(is_about_method, lines):
+        meant = get_close_matches(str(line["input"]).lower(), [METHOD])
+        hint = f" (did you mean {METHOD}?)" if meant else ""
+        line["ctx"] = {"expected": f"'{METHOD}'{hint}, {line['ctx']['expected']}"}
+    return ValidationError.from_exception_data(error.title, lines)

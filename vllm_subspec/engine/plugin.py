@@ -69,7 +69,7 @@ def _create_speculative_config(original, args: EngineArgs, target_model_config, 
 
     if _method(args) != "subspec":
         cpu.disarm()
-        return original(args, target_model_config, target_parallel_config)
+        return _of_vllms_own_method(original, args, target_model_config, target_parallel_config)
     from .support import check_model
 
     check_manifest()
@@ -79,6 +79,20 @@ def _create_speculative_config(original, args: EngineArgs, target_model_config, 
     worker = WORKERS[made.share_kv and made.async_transfer, cpu.is_cpu_build()]
     target_parallel_config.worker_cls = f"vllm_subspec.{worker}"
     return made
+
+
+def _of_vllms_own_method(original, *call_args):
+    """What vLLM answers. Its error about a method that does not exist, perhaps ours mistyped, names ours too."""
+    from pydantic import ValidationError
+
+    try:
+        return original(*call_args)
+    except ValidationError as error:
+        from .config import is_about_method, with_subspec
+
+        if any(map(is_about_method, error.errors())):
+            raise with_subspec(error) from None
+        raise
 
 
 def _speculative_config(args: EngineArgs, target_model_config, target_parallel_config) -> SubSpecConfig:
