@@ -127,7 +127,7 @@ def test_a_sweep_may_ask_for_trees_that_no_request_has_room_for():
     """Catches: an engine that starts with such a tree and then refuses the same one to a benchmark, or drafts it."""
     import torch
 
-    from vllm_subspec.round.speculator import SubSpecSpeculator
+    from vllm_subspec.round.draft import SubSpecSpeculator
 
     speculator = object.__new__(SubSpecSpeculator)
     speculator.__dict__.update(max_nodes=253, max_keys=256, device=torch.device("cpu"))
