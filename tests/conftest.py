@@ -30,9 +30,9 @@ FIRST = (
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.stem not in FIRST)
     for item in items:
-        if "gpu" in item.keywords and not has_cuda():
+        if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        if "slow" in item.keywords and "slow" not in (config.option.markexpr or ""):
+        if item.get_closest_marker("slow") and "slow" not in (config.option.markexpr or ""):
             item.add_marker(pytest.mark.skip(reason="run with -m slow"))
 
 
