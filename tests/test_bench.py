@@ -23,6 +23,7 @@ from vllm_subspec.tools.bench.engine import one_sentence
 from vllm_subspec.tools.bench.process import environment, run_engine
 from vllm_subspec.tools.bench.progress import Clock
 from vllm_subspec.tools.cli import main
+from vllm_subspec.tools.prompts import PROMPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -110,6 +111,7 @@ def test_own_prompts_are_there_and_chosen_by_seed():
         assert all(isinstance(turn, str) and len(turn) > 20 for turns in prompts for turn in turns)
         assert datasets.load(kind, samples=3, seed=5) == datasets.load(kind, samples=3, seed=5)
         assert len({str(datasets.load(kind, samples=3, seed=seed)) for seed in range(8)}) > 1
+    assert datasets.load("six", samples=6) == [[prompt] for prompt in PROMPTS]
 
 
 # --- settings
@@ -126,7 +128,8 @@ BAD = [
     (["--sweep", "tree=6x8", "depth=4"], "either tree"),
     (["--methods", "vanilla", "--sweep", "depth=8"], "--methods"), (["--samples", "0"], "samples"),
     (["--vram", "8XB"], "8GiB"), (["--temperature", "-1"], "temperature"), (["--redo", "pyproject.toml"], "no result"),
-    (["--methods", "vanilla", "vanilla"], "twice"),
+    (["--methods", "vanilla", "vanilla"], "twice"), (["--plain-tokens", "1"], "plain_tokens"),
+    (["--benchmarks", "six=x"], "takes no file"),
     (["--benchmarks", "chat", "--out", "pyproject.toml"], "pyproject.toml"),
 ]  # fmt: skip
 
@@ -334,6 +337,19 @@ def test_greedy_texts_that_differ_are_told():
     assert measure.same_as([OURS, other], [PLAIN]) == 0.5
 
 
+def test_plain_answers_cut_short():
+    """Catches: a speedup of whole requests, where the plain one has a larger share of prefill; texts that differ because
+    one was cut; a text that ends early, or goes on after its end, taken for the same."""
+    short = answer(emitted=[1] * 5, seconds=6.0, first=2.0)
+    row = {r["method"]: r for r in measure.summarize([short, OURS], ENGINES, 5)}["subspec"]
+    assert row["speedup"]["median"] == pytest.approx(2.0) and row["t_target"]["median"] == pytest.approx(1.0)
+    assert row["same_as_vanilla"] == 1.0
+    assert measure.same_as([{**OURS, "tokens": [0, 1, 2, 9, 4, 5]}], [short], 5) == 0.0
+    ended = answer(emitted=[1] * 3, seconds=4.0, first=2.0)  # of its own accord, before the limit
+    assert measure.same_as([OURS], [ended], 5) == 0.0 and measure.same_as([ended], [short], 5) == 0.0
+    assert measure.same_as([OURS], [short]) == 0.0
+
+
 def test_time_left():
     """Catches: engine starts counted as requests, a method not yet seen estimated at nothing."""
     clock = Clock(
@@ -354,11 +370,12 @@ class FakeEngines:
     """Stands for `run_engine`; what happens at the numbered answer of a method is told by ``at``."""
 
     def __init__(self, at: dict[tuple[str, int], BaseException | str] | None = None):
-        self.at, self.jobs, self.closed = at or {}, [], 0
+        self.at, self.jobs, self.asked, self.closed = at or {}, [], {}, 0
 
     def __call__(self, job, log, cpu, timeout):
         method = (job["speculative_config"] or {"method": "vanilla"})["method"]
         self.jobs.append(method)
+        self.asked[method] = job["max_tokens"], [turns for b in job["benchmarks"] for turns in b["prompts"]]
         try:
             yield {"event": "started", "seconds": 1.0, "versions": {"vllm": "0"}, "device": "none"}
             number = 0
@@ -397,6 +414,18 @@ def test_repeats_are_interleaved(tmp_path):
         (r, v) for r in (0, 1) for v in ("vanilla", "subspec")
     }
     assert not result["interrupted"] and not result["failures"]
+
+
+def test_plain_tokens_are_vanillas(tmp_path):
+    """Catches: other methods cut short, a plain conversation that goes on after another text than theirs, a clock that
+    waits for turns that nobody asks."""
+    engines, given = FakeEngines(), {"benchmarks": ["chat"], "max_tokens": 8, "plain_tokens": 2}
+    fake_run(tmp_path, engines, **given)
+    (plain, first_turns), (ours, turns) = engines.asked["vanilla"], engines.asked["subspec"]
+    assert (plain, ours) == (2, 8) and first_turns == [t[:1] for t in turns] and all(len(t) == 2 for t in turns)
+    made = settings.resolve(None, {**given, "samples": 2, "repeats": 1})
+    steps = run._steps(methods.plan(made), run.load_benchmarks(made), made)
+    assert (steps["answer", "vanilla"], steps["answer", "subspec"]) == (2, 4)
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path, capsys):

@@ -21,8 +21,6 @@ class Generation:
     """From the request to its last token, prefill included"""
     rounds: list[dict]
     """`vllm_subspec.engine.stats.RoundRecord` of each step after the prefill; empty on a plain engine"""
-    logprobs: list[dict[int, float]]
-    """Of each token the likeliest alternatives, if they were asked for"""
     first_token_seconds: float
     """From the request to its first token"""
     emitted: list[int]
@@ -67,7 +65,6 @@ def generate(
     max_tokens: int,
     speculative: bool,
     on_text: Callable[[str], None] | None = None,
-    logprobs: int | None = None,
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> Generation:
@@ -77,7 +74,6 @@ def generate(
         prompt: a user message, or messages with ``role`` and ``content``
         speculative: whether the engine runs with subspec
         on_text: is called with each piece of text as it arrives
-        logprobs: how many alternatives to report for each token
         temperature: 0 is greedy
         seed: of a sampled request
     """
@@ -87,13 +83,9 @@ def generate(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     encoded = encode_chat(llm.get_tokenizer(), messages)
     params = SamplingParams(
-        temperature=temperature,
-        seed=seed,
-        max_tokens=max_tokens,
-        output_kind=RequestOutputKind.DELTA,
-        logprobs=logprobs,
+        temperature=temperature, seed=seed, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA
     )
-    engine, tokens, text, alternatives, emitted, first = llm.llm_engine, [], "", [], [], 0.0
+    engine, tokens, text, emitted, first = llm.llm_engine, [], "", [], 0.0
     started = time.perf_counter()
     engine.add_request(f"subspec-{started}", {"prompt_token_ids": encoded}, params)
     while engine.has_unfinished_requests():
@@ -104,11 +96,10 @@ def generate(
                 first = first or time.perf_counter() - started
             tokens += piece.token_ids
             text += piece.text
-            alternatives += [{t: entry.logprob for t, entry in top.items()} for top in piece.logprobs or []]
             if on_text is not None:
                 on_text(piece.text)
     seconds = time.perf_counter() - started
     # A long prompt is prefilled in several steps: what came after them is the tail.
     rounds = llm.collective_rpc("subspec_rounds")[0] if speculative else []
     rounds = rounds[len(rounds) - (len(emitted) - 1) :]
-    return Generation(tokens, text, seconds, rounds, alternatives, first, emitted, len(encoded))
+    return Generation(tokens, text, seconds, rounds, first, emitted, len(encoded))

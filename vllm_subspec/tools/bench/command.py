@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=int, help="prompts of each benchmark")
     add("--seed", type=int, help="chooses the samples, and seeds sampled requests")
     add("--max-tokens", type=int, help="of each answer")
+    add("--plain-tokens", type=int, help="of each answer of vanilla, where fewer will do: a plain pass is a plain pass")
     add("--temperature", type=float, nargs="+", help="one or more; 0 is greedy")
     add("--repeats", type=int, help="how often each method runs, in turn with the others")
     add("--draft", metavar="MODEL", help="draft checkpoint of draft_model, eagle and eagle3")
@@ -122,7 +123,7 @@ def run_bench(args: argparse.Namespace) -> int:
 def redo(path: Path, out: Path, console: Any) -> int:
     """Tables and plots of a stored run."""
     result = report.read(path)
-    result["summary"] = summarize(result["answers"], result["engines"])
+    result["summary"] = summarize(result["answers"], result["engines"], result["settings"].get("plain_tokens"))
     out.mkdir(parents=True, exist_ok=True)
     finish(result, out, console)
     return 0

@@ -1,4 +1,10 @@
-"""Prompts: our own, shipped with the package, and those of public datasets from files as their authors publish them."""
+"""Prompts: our own, shipped with the package, and those of public datasets from files as their authors publish them.
+
+vLLM's own readers (`vllm.benchmarks.datasets`) do not serve here. Those of MT-Bench, HumanEval, GSM8K and AIMO load from
+the hub, through a package that vLLM does not install, and cannot read a file; those that read one (`SpecBench`,
+`CustomDataset`, by pandas) give one turn a conversation where MT-Bench has two, know no dataset's prompt template, and
+read no .gz, .json, .csv or .parquet. The other datasets here they do not have.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,12 @@ from pathlib import Path
 
 import yaml
 
+from ..prompts import PROMPTS
+
 OWN = ("chat", "code", "math", "instruction", "summarization")
 """Kinds of prompts that ship with the package"""
+SIX = "six"
+"""The six prompts of the demo and of the figures for acceptance length"""
 
 Turns = list[str]
 """User messages of one conversation, in order"""
@@ -126,26 +136,27 @@ def load(name: str, path: str | None = None, samples: int | None = None, seed: i
     """Prompts of one benchmark.
 
     Args:
-        name: one of `OWN`, or one of `DATASETS` with the path of its file
+        name: one of `OWN`, `SIX`, or one of `DATASETS` with the path of its file
         samples: how many, chosen by ``seed``; None or more than there are: all, in the file's order
 
     Raises:
         FileNotFoundError: a dataset's file is missing.
         ValueError: an unknown name, a path where none belongs, or a file in another format.
     """
-    if name in OWN:
+    if name in (*OWN, SIX):
         if path is not None:
             raise ValueError(
                 f"{name} ships with the package and takes no file; give a file to one of {_names(DATASETS)}"
             )
-        prompts = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text())[name]
+        own = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text())
+        prompts = {**own, SIX: [[prompt] for prompt in PROMPTS]}[name]
     elif name in DATASETS:
         if path is None:
             raise ValueError(f"{name} needs its file ({DATASETS[name].source}): {name}=PATH")
         prompts = _read_prompts(name, Path(path).expanduser(), random.Random(seed))
     else:
         raise ValueError(
-            f"there is no benchmark {name!r}; choose from {_names(OWN)}, or with =PATH from {_names(DATASETS)}"
+            f"there is no benchmark {name!r}; choose from {_names((*OWN, SIX))}, or with =PATH from {_names(DATASETS)}"
         )
     if samples is None or samples >= len(prompts):
         return prompts

@@ -39,8 +39,7 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         job: ``model``, ``speculative_config``, ``engine`` (arguments of LLM), ``vram`` (bytes or None), ``variants``
             (name, tree, draft: see `methods.Variant`), ``benchmarks`` (name, prompts), ``temperatures``,
-            ``max_tokens``, ``seed``; optionally ``logprobs``, how many alternatives to report for each token (see
-            `vllm_subspec.tools.generate`)
+            ``max_tokens``, ``seed``
     """
     from ..generate import start_engine
 
@@ -71,8 +70,7 @@ def _measure_variant(llm, job: dict[str, Any], variant: dict[str, Any], subspec:
         warm_up = max(warm_up, 2 * depth)
     temperatures = job["temperatures"][: 1 if variant.get("first_only") else None]
     for temperature in temperatures:
-        generate(llm, PROMPTS[0], min(warm_up, job["max_tokens"]), subspec,
-                 logprobs=job.get("logprobs"), temperature=temperature, seed=job["seed"])  # fmt: skip
+        generate(llm, PROMPTS[0], min(warm_up, job["max_tokens"]), subspec, temperature=temperature, seed=job["seed"])
     yield {"event": "warm", "variant": name}
     for benchmark in job["benchmarks"]:
         for temperature in temperatures:
@@ -93,15 +91,7 @@ def _converse(
             yield from ({"event": "skipped", "turn": later} for later in range(turn, len(turns)))
             return
         before = spec_decode_counters(llm)
-        answer = generate(
-            llm,
-            messages,
-            job["max_tokens"],
-            subspec,
-            logprobs=job.get("logprobs"),
-            temperature=temperature,
-            seed=job["seed"],
-        )
+        answer = generate(llm, messages, job["max_tokens"], subspec, temperature=temperature, seed=job["seed"])
         counted = {key: value - before[key] for key, value in spec_decode_counters(llm).items() if value > before[key]}
         messages.append({"role": "assistant", "content": answer.text})
         yield {
@@ -114,7 +104,6 @@ def _converse(
             "emitted": answer.emitted,
             "rounds": _columns(answer.rounds),
             "counters": counted,
-            **({"logprobs": answer.logprobs} if answer.logprobs else {}),
         }
 
 

@@ -17,13 +17,16 @@ Answer = dict[str, Any]
 """An ``answer`` event of `engine`, with its repeat"""
 
 
-def summarize(answers: list[Answer], engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarize(
+    answers: list[Answer], engines: list[dict[str, Any]], plain_tokens: int | None = None
+) -> list[dict[str, Any]]:
     """One row for each temperature, benchmark and variant, in the order of the run.
 
     A figure that has a spread is ``{"median", "min", "max"}`` over repeats; one that cannot be told is None.
 
     Args:
         engines: of each process ``variants`` (name, tree) and ``peak_reserved_gib``
+        plain_tokens: where vanilla's answers were cut short
     """
     benchmarks = list(dict.fromkeys(a["benchmark"] for a in answers))
     rows = []
@@ -32,11 +35,12 @@ def summarize(answers: list[Answer], engines: list[dict[str, Any]]) -> list[dict
             chosen = [a for a in answers if a["temperature"] == temperature and benchmark in (a["benchmark"], ALL)]
             for variant in dict.fromkeys(a["variant"] for a in chosen):
                 row = {"benchmark": benchmark, "temperature": temperature, "method": variant}
-                rows.append({**row, **_row(chosen, variant, engines)})
+                rows.append({**row, **_row(chosen, variant, engines, plain_tokens)})
     return rows
 
 
-def _row(chosen: list[Answer], variant: str, engines: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(chosen: list[Answer], variant: str, engines: list[dict[str, Any]], plain_tokens: int | None) -> dict[str, Any]:
+    vanilla = [a for a in chosen if a["variant"] == VANILLA]
     own = [a for a in chosen if a["variant"] == variant]
     tree = next((v["tree"] for e in engines for v in e["variants"] if v["name"] == variant), None)
     repeats = [_repeat(own, chosen, r, tree) for r in dict.fromkeys(a["repeat"] for a in own)]
@@ -47,7 +51,7 @@ def _row(chosen: list[Answer], variant: str, engines: list[dict[str, Any]]) -> d
         **{key: spread(r[key] for r in repeats) for key in repeats[0]},
         "accepted_by_depth": acceptance_by_depth(own, tree),
         "pass_tokens": histogram(own),
-        "same_as_vanilla": None if variant == VANILLA else same_as(own, [a for a in chosen if a["variant"] == VANILLA]),
+        "same_as_vanilla": None if variant == VANILLA else same_as(own, vanilla, plain_tokens),
         "peak_memory_gib": max((p for p in peaks if p is not None), default=None),
     }
 
@@ -189,11 +193,11 @@ def formula_speedup(
     return tau / (draft / t_target + verify / t_target)
 
 
-def same_as(own: list[Answer], vanilla: list[Answer]) -> float | None:
-    """Share of greedy answers that are token for token those of plain vLLM."""
+def same_as(own: list[Answer], vanilla: list[Answer], plain_tokens: int | None = None) -> float | None:
+    """Share of greedy answers that are token for token those of plain vLLM, up to where these were cut short."""
     expected = {(a["repeat"], *_request(a)): a["tokens"] for a in vanilla}
     pairs = [(a["tokens"], expected.get((a["repeat"], *_request(a)))) for a in own if a["temperature"] == 0]
-    compared = [got == wanted for got, wanted in pairs if wanted is not None]
+    compared = [got[:plain_tokens] == wanted[:plain_tokens] for got, wanted in pairs if wanted is not None]
     return sum(compared) / len(compared) if compared else None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..sizes import parse_size
 from .datasets import load
-from .measure import summarize
+from .measure import VANILLA, summarize
 from .methods import Engine, plan
 from .process import run_engine
 from .progress import Bar, Clock
@@ -79,20 +79,30 @@ def run_methods(
 
 
 def _finish(result: dict[str, Any], save: Callable[[dict[str, Any]], None]) -> None:
-    result["summary"] = summarize(result["answers"], result["engines"])
+    result["summary"] = summarize(result["answers"], result["engines"], result["settings"]["plain_tokens"])
     save(result)
 
 
+def _asked(engine: Engine, benchmarks: list[dict[str, Any]], settings: Settings) -> tuple[list[dict[str, Any]], int]:
+    """Prompts for a method, and the most tokens of an answer. After a plain answer that is cut short a conversation does
+    not go on: its next turn would follow another text than with the other methods."""
+    if engine.method != VANILLA or settings.plain_tokens is None:
+        return benchmarks, settings.max_tokens
+    first_turns = [{**b, "prompts": [turns[:1] for turns in b["prompts"]]} for b in benchmarks]
+    return first_turns, min(settings.plain_tokens, settings.max_tokens)
+
+
 def _job(settings: Settings, model: str, engine: Engine, benchmarks: list[dict[str, Any]]) -> dict[str, Any]:
+    asked, max_tokens = _asked(engine, benchmarks, settings)
     return {
         "model": model,
         "speculative_config": engine.speculative_config,
         "engine": settings.engine,
         "vram": parse_size(settings.vram) if settings.vram else None,
         "variants": [asdict(v) for v in engine.variants],
-        "benchmarks": benchmarks,
+        "benchmarks": asked,
         "temperatures": settings.temperature,
-        "max_tokens": settings.max_tokens,
+        "max_tokens": max_tokens,
         "seed": settings.seed,
     }
 
@@ -135,9 +145,9 @@ def _collect(
 
 def _steps(engines: list[Engine], benchmarks: list[dict[str, Any]], settings: Settings) -> Counter:
     """How many steps of each kind the whole run has."""
-    turns = sum(len(turns) for b in benchmarks for turns in b["prompts"])
     steps: Counter = Counter()
     for engine in engines:
+        turns = sum(len(turns) for b in _asked(engine, benchmarks, settings)[0] for turns in b["prompts"])
         steps["start", engine.method] += settings.repeats
         for variant in engine.variants:
             steps["warm", variant.name] += settings.repeats

@@ -30,13 +30,16 @@ class Settings:
     """Local path or hub id; None is SmolLM2-135M-Instruct"""
     methods: list[str] = field(default_factory=lambda: ["vanilla", "subspec"])
     benchmarks: list[str] = field(default_factory=lambda: list(datasets.OWN))
-    """NAME of our own prompts or NAME=PATH of a public dataset's file"""
+    """NAME of our own prompts (`datasets.OWN`, `datasets.SIX`) or NAME=PATH of a public dataset's file"""
     samples: int = 8
     """Prompts of each benchmark"""
     seed: int = 0
     """Chooses the samples, and seeds sampled requests"""
     max_tokens: int = 256
     """Of each answer"""
+    plain_tokens: int | None = None
+    """Of each answer of vanilla, where fewer will do: a plain pass costs the same at every token. Ratios compare speeds
+    after the first token; of a conversation, first turns only"""
     temperature: list[float] = field(default_factory=lambda: [0.0])
     repeats: int = 3
     """Each method runs so often, in turn with the others"""
@@ -112,6 +115,8 @@ def _check(settings: Settings) -> None:
     for name in ("samples", "max_tokens", "repeats", "draft_tokens"):
         if _checked(settings, name, int) < 1:
             raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
+    if settings.plain_tokens is not None and _checked(settings, "plain_tokens", int) < 2:
+        raise ValueError(f"plain_tokens is {settings.plain_tokens}; it must be at least 2: the prefill gives the first")
     for name in ("draft_options", "subspec", "sweep", "engine"):
         _checked(settings, name, dict)
     for method in settings.methods:
