@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_subspec.tools.bench import command, datasets, measure, methods, report, run, settings, tune
+from vllm_subspec.tools.bench import command, datasets, draft_pass, measure, methods, report, run, settings, tau, tune
 from vllm_subspec.tools.bench.engine import one_sentence
 from vllm_subspec.tools.bench.process import environment, run_engine
 from vllm_subspec.tools.bench.progress import Clock
@@ -281,7 +281,6 @@ def test_figures_by_hand():
     assert [figure(f"{p}_share") for p in ("draft", "verify", "other")] == pytest.approx([0.4, 0.5, 0.1])
     assert row["wait_share"] is None
     assert row["accepted_by_depth"] == [1.0, 1.0, 1.0, 1.0]  # the second tree has three levels
-    assert row["pass_tokens"] == {"4": 1, "5": 1}
     assert row["peak_memory_gib"] == 4.5 and row["same_as_vanilla"] == 1.0
 
 
@@ -309,6 +308,16 @@ def test_figures_of_vllms_own_methods_come_from_its_counters():
     assert measure.acceptance_length([made]) == pytest.approx(2.0)
     assert measure.acceptance_by_depth([made], None) == [1.0, 0.5]
     assert measure.phases([made], None)["draft"] is None
+
+
+def test_tau_up_to_a_number_of_tokens():
+    """Catches: a pass counted to the limit and not whole, one after it counted, the prefill's token forgotten."""
+    made = answer("subspec", emitted=(1, 5, 4, 2), rounds=rounds([4, 3, 6], [9] * 3, [0.1] * 3, [0.1] * 3))
+    assert measure.pass_tokens(made) == [5, 4, 7]
+    assert [len(measure.pass_tokens(made, until)) for until in (1, 2, 6, 7, 10, 11, 99)] == [0, 1, 1, 2, 2, 3, 3]
+    assert measure.acceptance_length([made, made], 7) == pytest.approx(4.5)
+    cut = answer("ngram", emitted=(1, 3, 1), counters={"drafts": 2, "accepted_tokens": 4})
+    assert measure.pass_tokens(cut) == [3, 3]
 
 
 def test_ratios_compare_the_same_requests_of_the_same_repeat():
@@ -519,8 +528,35 @@ def test_a_stored_run_gives_its_report_again(tmp_path, capsys):
     assert f"{sum(speeds) / 2:.2f} ({min(speeds):.2f}-{max(speeds):.2f})" in page
     assert "samples: 2" in page and "0.32.0" in page
     names = {p.name for p in (tmp_path / "again").glob("*.png")}
-    assert names == {f"{n}-t0.png" for n in ("speed", "tau_histogram", "acceptance", "shares", "formula")}
+    assert names == {f"{n}-t0.png" for n in ("speed", "acceptance", "shares")}
     assert all(f"]({name})" in page for name in names)
+
+
+def test_a_run_is_kept_without_its_requests(tmp_path, capsys):
+    """Catches: answers kept, pooled figures, settings, command or versions lost, a file that gives no tables any more."""
+    stored(tmp_path)
+    kept = tmp_path / "kept.json"
+    assert main(["bench", "--summary", str(tmp_path / "results.json"), str(kept)]) == 0
+    made, full = json.loads(kept.read_text()), json.loads((tmp_path / "results.json").read_text())
+    assert {key for key in full if key not in made} == {"answers"}
+    assert all(made[key] == full[key] for key in made if key != "summary")
+    pooled = [r for r in full["summary"] if r["benchmark"] == "all"]
+    assert [(r["method"], r["tau"]) for r in made["summary"]] == [("vanilla", 1.0), ("subspec", 4.5), ("ngram", 2.0)]
+    assert made["summary"][1]["decode_speed"]["median"] == pytest.approx(pooled[1]["decode_speed"]["median"], rel=1e-3)
+    assert main(["bench", "--redo", str(kept), "--out", str(tmp_path / "again")]) == 0
+    shown = capsys.readouterr().out
+    assert "4.50" in shown and (tmp_path / "again" / "results.md").exists()
+    assert main(["bench", "--summary", str(ROOT / "pyproject.toml"), str(kept)]) != 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "results").glob("*.json")), ids=lambda p: p.name)
+def test_kept_results_are_small_and_give_their_tables(path, tmp_path, capsys):
+    """Catches: requests in the repository, a format that the bench no longer reads."""
+    result = json.loads(path.read_text())
+    assert path.stat().st_size < 40_000 and "answers" not in result
+    if "format" in result:
+        assert main(["bench", "--redo", str(path), "--out", str(tmp_path)]) == 0
+        assert all(row["method"] in capsys.readouterr().out for row in result["summary"][:1])
 
 
 def test_stored_runs_name_no_directories(tmp_path):
@@ -540,6 +576,46 @@ def test_pydantic_errors_become_a_sentence():
     assert one_sentence(RuntimeError()) == "RuntimeError"
 
 
+def test_tau_by_prompt(tmp_path, monkeypatch, capsys):
+    """Catches: trees smaller near the limit, a failed engine's tau, settings or prompts mixed up in the table."""
+    runs = []
+
+    def fake(made, model, cpu):
+        runs.append(made)
+        tokens = made.subspec["tree_depth"]
+        return {"failures": {}, "interrupted": False, "answers": [
+            answer("subspec", emitted=(1, tokens, tokens), rounds=rounds([tokens - 1 + i] * 2, [9] * 2, [0.1], [0.1]))
+            for i in range(6)
+        ]}  # fmt: skip
+
+    monkeypatch.setattr(tau, "run_without_files", fake)
+    monkeypatch.setattr(tau, "prepare", lambda made: (made, "m", True))
+    assert main(["tau", "--max-tokens", "12", "--setting", "2,4,0.5", "--setting", "3,20,1.0"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4.00 (2) │ 20.00 (1)" in printed and "9.00 (2) │ 25.00 (1)" in printed
+    assert "6.50 (12) │ 22.50 (6)" in printed
+    assert [made.max_tokens for made in runs] == [12 + 8, 12 + 40] and runs[0].subspec["draft_temperature"] == 0.5
+    assert all(made.subspec["confidence_threshold"] == 0 and made.benchmarks == ["six"] for made in runs)
+    monkeypatch.setattr(tau, "run_without_files", lambda *given: {"failures": {"0-subspec": "no memory"}})
+    assert main(["tau"]) == 1 and "no memory" in capsys.readouterr().err
+
+
+def test_tune_prints_the_fastest(monkeypatch, capsys):
+    """Catches: the fastest of one benchmark taken for the fastest of all, an engine's failure that nobody sees."""
+    trees = {"subspec width=2 depth=4": 6.0, "subspec width=3 depth=8": 4.0}
+    answers = [{**OURS, "variant": name, "seconds": 2.0 + (s if b == "chat" else 5.0), "benchmark": b}
+               for name, s in trees.items() for b in ("chat", "code")]  # fmt: skip
+    engines = [{"method": "subspec", "skipped": 0,
+                "variants": [{"name": n, "tree": [int(n[14]), int(n[-1])]} for n in trees]}]  # fmt: skip
+    made = {"summary": measure.summarize(answers, engines), "failures": {"0-subspec": "no memory"}, "settings": {},
+            "engines": engines, "interrupted": False, "machine": {}}  # fmt: skip
+    monkeypatch.setattr(tune, "run_without_files", lambda *given: made)
+    monkeypatch.setattr(tune, "prepare", lambda given: (given, "m", True))
+    assert main(["tune", "--widths", "2", "3", "--depths", "4", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert '"tree_width": 3, "tree_depth": 8' in printed and "subspec stopped: no memory" in printed
+
+
 def test_tune_config():
     """Catches: a config to paste without the options that were measured."""
     made = settings.resolve(None, {"subspec": {"draft_temperature": 0.4}})
@@ -551,6 +627,30 @@ def test_tune_config():
         "tree_width": 6,
         "tree_depth": 16,
     }
+
+
+def test_draft_pass(tmp_path, monkeypatch, capsys):
+    """Catches: a start that must fail, figures lost between the engine and the file, a path of this machine in it."""
+    arguments = ["--model", str(tmp_path / "shapes"), "--out", str(tmp_path / "d.json"), "--subspec", "tree_depth=8"]
+    found = {"tree": [6, 8], "verify_ms": 2.0, "t_draft_ms": {100: 1.5}, "kernels": []}
+    events = [
+        {"event": "started", "seconds": 3.0, "versions": {"vllm": "0"}, "device": "none"},
+        {"event": "profile", **found},
+        {"event": "done", "peak_allocated_gib": 1.0, "peak_reserved_gib": 2.0},
+    ]
+    monkeypatch.setattr(draft_pass, "run_job", lambda job: (jobs.append(job), iter(events))[1])
+    jobs, said = [], {True: "CPU build", False: "no room for the tree"}
+    for cpu, more in ((True, []), (False, ["--contexts", "2000"])):
+        monkeypatch.setattr(draft_pass, "is_cpu_build", lambda cpu=cpu: cpu)
+        with pytest.raises(SystemExit):
+            draft_pass.main([*arguments, *more])
+        assert said[cpu] in capsys.readouterr().err and not jobs
+    assert draft_pass.main(arguments) == 0
+    text = (tmp_path / "d.json").read_text()
+    stored = json.loads(text)
+    assert str(tmp_path) not in text and stored["machine"]["device"] == "none" and stored["start_seconds"] == 3.0
+    assert stored["t_draft_ms"] == {"100": 1.5} and stored["verify_ms"] == 2.0 and stored["peak_reserved_gib"] == 2.0
+    assert jobs[0]["speculative_config"]["tree_depth"] == 8 and jobs[0]["engine"]["load_format"] == "dummy"
 
 
 # --- processes

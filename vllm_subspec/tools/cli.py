@@ -18,7 +18,7 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def tau(args: argparse.Namespace) -> int:
-    from .tau import run_tau
+    from .bench.tau import run_tau
 
     return run_tau(args.model, args.max_tokens, [parse_setting(s) for s in args.setting] or None, args.dtype)
 

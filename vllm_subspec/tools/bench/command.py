@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from . import report
-from .measure import summarize
 from .run import default_directory, run_methods
 from .settings import NEED_DRAFT, Settings, check_model, parse_pairs, parse_sweep, resolve
 
@@ -44,9 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vram", metavar="SIZE", help="GPU memory that each engine process may use, as 8GiB")
     add("--timeout", type=float, help="seconds for each engine process")
     add("--out", metavar="DIRECTORY", help="for results.json, results.md, plots and logs; default: bench-DATE-TIME")
-    add(
-        "--redo", metavar="RESULTS.JSON", help="measure nothing: print a stored run and make its tables and plots again"
-    )
+    add("--redo", metavar="RESULTS.JSON", help="measure nothing: tables and plots of a stored run again")
+    add("--summary", nargs=2, metavar=("RESULTS.JSON", "FILE"), help="measure nothing: a stored run without requests")
 
 
 def settings_from(args: argparse.Namespace, yaml_text: str | None) -> Settings:
@@ -93,6 +91,10 @@ def run_bench(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
+    if args.summary:
+        stored, kept = map(Path, args.summary)
+        kept.write_text(report.as_json(report.without_requests(report.read(stored))))
+        return 0
     if args.redo:
         return redo(Path(args.redo), Path(args.out or Path(args.redo).parent), console)
     yaml_text = read_yaml(args.config)
@@ -123,7 +125,6 @@ def run_bench(args: argparse.Namespace) -> int:
 def redo(path: Path, out: Path, console: Any) -> int:
     """Tables and plots of a stored run."""
     result = report.read(path)
-    result["summary"] = summarize(result["answers"], result["engines"], result["settings"].get("plain_tokens"))
     out.mkdir(parents=True, exist_ok=True)
     finish(result, out, console)
     return 0

@@ -4,6 +4,7 @@ that is the only argument. `process.py` is its other end.
     started   the engine is up: seconds, versions and device
     warm      a variant's warm-up is over
     answer    one request: what `vllm_subspec.tools.generate` measured, without the text
+    profile   what `draft_pass.profile` found
     skipped   a prompt that does not fit the model's context
     done      the end: peak GPU memory
     failed    why the method cannot go on, in one sentence
@@ -39,7 +40,7 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         job: ``model``, ``speculative_config``, ``engine`` (arguments of LLM), ``vram`` (bytes or None), ``variants``
             (name, tree, draft: see `methods.Variant`), ``benchmarks`` (name, prompts), ``temperatures``,
-            ``max_tokens``, ``seed``
+            ``max_tokens``, ``seed``; or, with no variants, ``contexts``: see `draft_pass.profile`
     """
     from ..generate import start_engine
 
@@ -56,6 +57,10 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         llm.collective_rpc("subspec_time_waits")
     for variant in job["variants"]:
         yield from _measure_variant(llm, job, variant, subspec)
+    if job.get("contexts"):
+        from .draft_pass import profile
+
+        yield {"event": "profile", **profile(llm, job["contexts"])}
     yield {"event": "done", **peak_memory()}
 
 

@@ -7,6 +7,7 @@ same repeat. Times are in seconds, speeds in tokens per second, memory in GiB.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -50,7 +51,6 @@ def _row(chosen: list[Answer], variant: str, engines: list[dict[str, Any]], plai
         "requests": len(own),
         **{key: spread(r[key] for r in repeats) for key in repeats[0]},
         "accepted_by_depth": acceptance_by_depth(own, tree),
-        "pass_tokens": histogram(own),
         "same_as_vanilla": None if variant == VANILLA else same_as(own, vanilla, plain_tokens),
         "peak_memory_gib": max((p for p in peaks if p is not None), default=None),
     }
@@ -113,17 +113,26 @@ def pass_seconds(answers: list[Answer]) -> float | None:
     return _ratio(decode_seconds(answers), sum(passes(a) for a in answers))
 
 
-def accepted(a: Answer) -> list[int]:
-    """Draft tokens that each pass accepted. Of vLLM's own methods the engine tells only what it sent, so there an
-    answer's last pass may be cut at its end."""
-    return a["rounds"]["accepted"] if a["rounds"] else [n - 1 for n in a["emitted"][1:]]
+def pass_tokens(a: Answer, until: int | None = None) -> list[int]:
+    """Tokens of each pass, the bonus token included and the last pass counted whole, also where the answer ended inside
+    it.
+
+    Args:
+        until: only the passes that it takes to have so many tokens, the prefill's one included. Asked of an answer that
+            was allowed more, none of their trees was made smaller for its end: so is tau counted without an engine.
+    """
+    counts = [n + 1 for n in a["rounds"]["accepted"]] if a["rounds"] else a["emitted"][1:]
+    if "accepted_tokens" in a["counters"] and not a["rounds"]:  # vLLM's own methods: what was sent of the last is less
+        counts = [*counts[:-1], a["counters"]["accepted_tokens"] + len(counts) - sum(counts[:-1])]
+    if until is None:
+        return counts
+    return [n for n, before in zip(counts, accumulate(counts, initial=1)) if before < until]
 
 
-def acceptance_length(answers: list[Answer]) -> float | None:
-    """tau: tokens per target pass, the bonus token included and each answer's last pass counted whole."""
-    total = sum(a["counters"].get("accepted_tokens", 0) if not a["rounds"] else sum(accepted(a)) for a in answers)
-    count = sum(passes(a) for a in answers)
-    return 1 + total / count if count else None
+def acceptance_length(answers: list[Answer], until: int | None = None) -> float | None:
+    """tau: tokens per target pass, as `pass_tokens` counts them."""
+    counts = [n for a in answers for n in pass_tokens(a, until)]
+    return sum(counts) / len(counts) if counts else None
 
 
 def acceptance_by_depth(answers: list[Answer], tree: list[int] | None) -> list[float]:
@@ -146,15 +155,6 @@ def acceptance_by_depth(answers: list[Answer], tree: list[int] | None) -> list[f
 def _depths(a: Answer, tree: list[int]) -> list[int]:
     """Levels of each round's tree; near an answer's end a tree is shallower than D."""
     return [-(-(size - 1) // tree[0]) for size in a["rounds"]["tree_size"]]
-
-
-def histogram(answers: list[Answer]) -> dict[str, int]:
-    """How many passes emitted 1, 2, ... tokens."""
-    counts: dict[int, int] = {}
-    for a in answers:
-        for n in accepted(a):
-            counts[n + 1] = counts.get(n + 1, 0) + 1
-    return {str(n): counts[n] for n in sorted(counts)}
 
 
 def phases(answers: list[Answer], tree: list[int] | None) -> dict[str, float | None]:
@@ -201,6 +201,11 @@ def same_as(own: list[Answer], vanilla: list[Answer], plain_tokens: int | None =
     return sum(compared) / len(compared) if compared else None
 
 
+def pooled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of several benchmarks the rows that pool them."""
+    return [r for r in rows if r["benchmark"] == ALL] or rows
+
+
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     """Median and range of what the repeats gave."""
     known = [v for v in values if v is not None]
@@ -208,8 +213,9 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def middle(row: dict[str, Any], key: str) -> float | None:
-    """The median of a row's figure."""
-    return row[key]["median"] if row.get(key) else None
+    """The median of a row's figure; of a kept one (see `report.without_requests`) the figure."""
+    value = row.get(key)
+    return value["median"] if isinstance(value, dict) else value
 
 
 def best(rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], float | None]) -> dict[str, Any] | None:

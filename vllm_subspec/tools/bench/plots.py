@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .measure import ALL, VANILLA, middle
+from .measure import VANILLA, middle, pooled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,10 +26,7 @@ def draw_all(summary: Rows, out: Path) -> list[str]:
     names = []
     for temperature in dict.fromkeys(r["temperature"] for r in summary):
         rows = [r for r in summary if r["temperature"] == temperature]
-        pooled = [r for r in rows if r["benchmark"] == ALL] or rows
-        for draw, chosen in (
-            (speed, rows), (tau_histogram, pooled), (acceptance, pooled), (shares, pooled), (formula, rows),
-        ):  # fmt: skip
+        for draw, chosen in ((speed, rows), (acceptance, pooled(rows)), (shares, pooled(rows))):
             figure = Figure(layout="constrained", dpi=DPI)
             if draw(figure, chosen, _colors(summary)):
                 figure.suptitle(f"{figure.get_suptitle()}, temperature {temperature:g}", fontsize=11)
@@ -74,12 +71,13 @@ def speed(figure: Figure, rows: Rows, colors: Colors) -> bool:
         for r in rows:
             if r["method"] != method or r["decode_speed"] is None:
                 continue
-            at, value = benchmarks.index(r["benchmark"]) + (i - (len(methods) - 1) / 2) * width, r["decode_speed"]
-            error = [[value["median"] - value["min"]], [value["max"] - value["median"]]]
-            axes.bar(at, value["median"], width * 0.95, yerr=error, capsize=2, color=colors[method],
-                     error_kw={"elinewidth": 0.8})  # fmt: skip
+            at = benchmarks.index(r["benchmark"]) + (i - (len(methods) - 1) / 2) * width
+            value, spread = middle(r, "decode_speed"), r["decode_speed"]
+            low, high = (spread["min"], spread["max"]) if isinstance(spread, dict) else (value, value)
+            axes.bar(at, value, width * 0.95, color=colors[method])
+            axes.vlines(at, low, high, color="black", linewidth=0.8)
             if (ratio := middle(r, "speedup")) is not None and method != VANILLA:
-                axes.annotate(f"{ratio:.2f}x", (at, value["max"]), xytext=(0, 5), textcoords="offset points",
+                axes.annotate(f"{ratio:.2f}x", (at, high), xytext=(0, 5), textcoords="offset points",
                               ha="center", fontsize=7, rotation=90 if width < 0.2 else 0)  # fmt: skip
         axes.bar(0, 0, color=colors[method], label=method)
     axes.set_xticks(range(len(benchmarks)), benchmarks)
@@ -88,32 +86,6 @@ def speed(figure: Figure, rows: Rows, colors: Colors) -> bool:
     _clean(axes)
     _legend(figure, axes)
     figure.suptitle("Speed by method (numbers: speedup over vanilla)")
-    return True
-
-
-def tau_histogram(figure: Figure, rows: Rows, colors: Colors) -> bool:
-    """How many tokens a pass emits, by method."""
-    rows = [r for r in rows if r["method"] != VANILLA and r["pass_tokens"]]
-    if not rows:
-        return False
-    longest = max(int(n) for r in rows for n in r["pass_tokens"])
-    columns = 1 if len(rows) <= 5 else 2
-    lines = -(-len(rows) // columns)
-    figure.set_size_inches(2 + 5 * columns, 1.0 + 1.5 * lines)
-    grid = figure.subplots(lines, columns, sharex=True, squeeze=False)
-    for axes in grid.flat[len(rows) :]:
-        axes.set_visible(False)
-    for axes, r in zip(grid.flat, rows):
-        total = sum(r["pass_tokens"].values())
-        axes.bar([int(n) for n in r["pass_tokens"]], [c / total for c in r["pass_tokens"].values()], 0.9,
-                 color=colors[r["method"]])  # fmt: skip
-        axes.axvline(middle(r, "tau"), color="black", linewidth=1, linestyle="--")
-        axes.set_title(f"{r['method']}: tau {middle(r, 'tau'):.2f} (dashed), {total} passes", fontsize=9, loc="left")
-        axes.set_ylabel("share of\npasses", fontsize=8)
-        axes.set_xlim(0.3, longest + 0.7)
-        _clean(axes)
-    figure.supxlabel("tokens a pass emits (accepted and bonus)", fontsize=10)
-    figure.suptitle("Tokens per target pass")
     return True
 
 
@@ -168,30 +140,4 @@ def shares(figure: Figure, rows: Rows, colors: Colors) -> bool:
     _clean(axes)
     _legend(figure, axes)
     figure.suptitle("Time in draft and verification")
-    return True
-
-
-def formula(figure: Figure, rows: Rows, colors: Colors) -> bool:
-    """Measured speedup against tau / (D t_draft / t_target + gamma)."""
-    rows = [r for r in rows if r["benchmark"] != ALL and r["formula_speedup"] and r["speedup"]]
-    if not rows:
-        return False
-    figure.set_size_inches(6.2, 5.2 + 0.1 * len(_methods(rows)))
-    axes, markers = figure.add_subplot(), "osD^vP*Xh"
-    benchmarks = list(dict.fromkeys(r["benchmark"] for r in rows))
-    for r in rows:
-        marker = markers[benchmarks.index(r["benchmark"]) % len(markers)]
-        axes.plot(middle(r, "formula_speedup"), middle(r, "speedup"), color=colors[r["method"]], linestyle="",
-                  marker=marker, markersize=7, alpha=0.85)  # fmt: skip
-    for method in _methods(rows):
-        axes.plot([], [], color=colors[method], linestyle="", marker="s", label=method)
-    for i, benchmark in enumerate(benchmarks):
-        axes.plot([], [], color="0.4", linestyle="", marker=markers[i % len(markers)], label=benchmark)
-    top = 1.1 * max(max(middle(r, "formula_speedup"), middle(r, "speedup")) for r in rows)
-    axes.plot([0, top], [0, top], color="0.5", linewidth=0.8)
-    axes.set(xlabel="formula", ylabel="measured", xlim=(0, top), ylim=(0, top), aspect="equal")
-    _clean(axes)
-    axes.grid(axis="x", color="0.9")
-    _legend(figure, axes)
-    figure.suptitle("Speedup, measured against formula")
     return True

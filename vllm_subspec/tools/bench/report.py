@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .measure import VANILLA
+from .measure import VANILLA, pooled, summarize
 
 NOTES = (
     "Speeds are medians over repeats (range in brackets). tok/s counts decoding only, end to end the prefill as well. "
@@ -79,7 +79,7 @@ def remarks(result: dict[str, Any]) -> list[str]:
         lines.append("interrupted: only what was finished by then counts")
     if result["settings"].get("ablate") and not _streams_ahead(result):
         lines.append("nothing is transferred ahead here (no prefetch offloading): steps 3 and 4 are the same engine")
-    if result["answers"] and result["machine"].get("device", "").startswith("CPU"):
+    if result["summary"] and result["machine"].get("device", "").startswith("CPU"):
         lines.append(
             "on a CPU nothing is offloaded and vLLM's GPU runner is interpreted: ratios to vanilla are no GPU's"
         )
@@ -151,14 +151,33 @@ def markdown(result: dict[str, Any], plots: list[str]) -> str:
 
 def write(result: dict[str, Any], out: Path) -> None:
     """``results.json`` and ``results.md`` in ``out``; plots that are already there are shown."""
-    head = json.dumps({key: value for key, value in result.items() if key != "answers"}, indent=1)
-    answers = ",\n".join(json.dumps(answer) for answer in result["answers"])  # one a line: there are many
-    (out / "results.json").write_text(head.removesuffix("\n}") + f',\n "answers": [\n{answers}\n ]\n}}\n')
+    (out / "results.json").write_text(as_json(result))
     (out / "results.md").write_text(markdown(result, sorted(p.name for p in out.glob("*.png"))))
 
 
+def as_json(result: dict[str, Any]) -> str:
+    """A line for each key, and for each engine, row and answer: there are many."""
+    lines = []
+    for key, value in result.items():
+        rows = ",\n".join(map(json.dumps, value)) if key in ("engines", "summary", "answers") else None
+        lines.append(f'"{key}": ' + (json.dumps(value) if rows is None else f"[\n{rows}\n]"))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _plain(value: Any) -> Any:
+    return value["median"] if isinstance(value, dict) and value["min"] == value["max"] else value
+
+
+def without_requests(result: dict[str, Any]) -> dict[str, Any]:
+    """A result of a few kilobytes, to keep: no answers, of several benchmarks only the rows that pool them, four digits
+    of each figure, and one number where the repeats have no spread."""
+    rows = json.dumps([{key: _plain(value) for key, value in row.items()} for row in pooled(result["summary"])])
+    rounded = json.loads(rows, parse_float=lambda digits: float(f"{float(digits):.4g}"))
+    return {**{key: value for key, value in result.items() if key != "answers"}, "summary": rounded}
+
+
 def read(path: Path) -> dict[str, Any]:
-    """A stored result.
+    """A stored result, its summary made again from the answers where it has them.
 
     Raises:
         FileNotFoundError: there is none.
@@ -174,4 +193,7 @@ def read(path: Path) -> dict[str, Any]:
         result = None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise ValueError(f"{path} is no result of vllm-subspec bench")
+    if "answers" in result:
+        plain_tokens = result["settings"].get("plain_tokens")
+        result["summary"] = summarize(result["answers"], result["engines"], plain_tokens)
     return result

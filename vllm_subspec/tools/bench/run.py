@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +23,8 @@ from .settings import Settings
 RunEngine = Callable[[dict[str, Any], Path, bool, float | None], Iterator[dict[str, Any]]]
 FORMAT = 1
 """Of the JSON; changes when a reader would have to"""
+LOG_TAIL = 3000
+"""Characters of a failed engine's log that are shown"""
 
 
 def load_benchmarks(settings: Settings) -> list[dict[str, Any]]:
@@ -75,6 +79,16 @@ def run_methods(
     except KeyboardInterrupt:
         result["interrupted"] = True
     _finish(result, save)
+    return result
+
+
+def run_without_files(settings: Settings, model: str, cpu: bool) -> dict[str, Any]:
+    """`run_methods` for whom its result is enough. What engines that failed had to say goes to standard error."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = run_methods(settings, model, Path(directory), lambda so_far: None, cpu)
+        for log in Path(directory).glob("logs/*") if result["failures"] else ():
+            print(log.read_text()[-LOG_TAIL:], file=sys.stderr)
+    result["failures"] = {name: why.partition("; see ")[0] for name, why in result["failures"].items()}
     return result
 
 
