@@ -601,7 +601,8 @@ def test_tau_by_prompt(tmp_path, monkeypatch, capsys):
 
 
 def test_tune_prints_the_fastest(monkeypatch, capsys):
-    """Catches: the fastest of one benchmark taken for the fastest of all, an engine's failure that nobody sees."""
+    """Catches: the fastest of one benchmark taken for the fastest of all, an engine's failure that nobody sees, a
+    config to paste without the options that were measured."""
     trees = {"subspec width=2 depth=4": 6.0, "subspec width=3 depth=8": 4.0}
     answers = [{**OURS, "variant": name, "seconds": 2.0 + (s if b == "chat" else 5.0), "benchmark": b}
                for name, s in trees.items() for b in ("chat", "code")]  # fmt: skip
@@ -611,22 +612,12 @@ def test_tune_prints_the_fastest(monkeypatch, capsys):
             "engines": engines, "interrupted": False, "machine": {}}  # fmt: skip
     monkeypatch.setattr(tune, "run_without_files", lambda *given: made)
     monkeypatch.setattr(tune, "prepare", lambda given: (given, "m", True))
-    assert main(["tune", "--widths", "2", "3", "--depths", "4", "8"]) == 0
+    assert main(["tune", "--widths", "2", "3", "--depths", "4", "8", "--subspec", "draft_temperature=0.4"]) == 0
     printed = capsys.readouterr().out
-    assert '"tree_width": 3, "tree_depth": 8' in printed and "subspec stopped: no memory" in printed
-
-
-def test_tune_config():
-    """Catches: a config to paste without the options that were measured."""
-    made = settings.resolve(None, {"subspec": {"draft_temperature": 0.4}})
-    rows = [{"tree": [4, 8], "decode_speed": {"median": 2.0}}, {"tree": [6, 16], "decode_speed": {"median": 3.0}}]
-    chosen = measure.best(rows, lambda r: measure.middle(r, "decode_speed"))
-    assert tune.config(chosen, made) == {
-        "method": "subspec",
-        "draft_temperature": 0.4,
-        "tree_width": 6,
-        "tree_depth": 16,
-    }
+    assert (
+        '"draft_temperature": 0.4, "tree_width": 3, "tree_depth": 8' in printed
+        and "subspec stopped: no memory" in printed
+    )
 
 
 def test_draft_pass(tmp_path, monkeypatch, capsys):

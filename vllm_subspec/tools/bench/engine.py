@@ -99,17 +99,8 @@ def _converse(
         answer = generate(llm, messages, job["max_tokens"], subspec, temperature=temperature, seed=job["seed"])
         counted = {key: value - before[key] for key, value in spec_decode_counters(llm).items() if value > before[key]}
         messages.append({"role": "assistant", "content": answer.text})
-        yield {
-            "event": "answer",
-            "turn": turn,
-            "prompt_tokens": answer.prompt_tokens,
-            "tokens": answer.tokens,
-            "seconds": answer.seconds,
-            "first_token_seconds": answer.first_token_seconds,
-            "emitted": answer.emitted,
-            "rounds": _columns(answer.rounds),
-            "counters": counted,
-        }
+        told = {key: value for key, value in vars(answer).items() if key != "text"}
+        yield {"event": "answer", "turn": turn, **told, "rounds": _columns(answer.rounds), "counters": counted}
 
 
 def _columns(rounds: list[dict[str, Any]]) -> dict[str, list]:

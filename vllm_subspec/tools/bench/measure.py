@@ -6,7 +6,7 @@ same repeat. Times are in seconds, speeds in tokens per second, memory in GiB.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -75,13 +75,12 @@ def _repeat(own: list[Answer], chosen: list[Answer], repeat: int, tree: list[int
         "speedup": speedup,
         "eta": _ratio(speedup, tau),
         "t_target": t_target,
-        "t_draft": rounds["t_draft"],
         "gamma": _ratio(rounds["verify"], t_target),
-        "formula_speedup": formula_speedup(tau, rounds["draft"], rounds["verify"], t_target),
-        "draft_share": rounds["draft_share"],
-        "verify_share": rounds["verify_share"],
-        "wait_share": rounds["wait_share"],
-        "other_share": rounds["other_share"],
+        # The paper's tau / (D t_draft / t_target + gamma), with D t_draft and gamma t_target as measured per round
+        "formula_speedup": tau * t_target / (rounds["draft"] + rounds["verify"])
+        if t_target and rounds["draft"]
+        else None,
+        **rounds,
     }
 
 
@@ -184,15 +183,6 @@ def phases(answers: list[Answer], tree: list[int] | None) -> dict[str, float | N
     }
 
 
-def formula_speedup(
-    tau: float | None, draft: float | None, verify: float | None, t_target: float | None
-) -> float | None:
-    """The paper's tau / (D t_draft / t_target + gamma), with D t_draft and gamma t_target as measured per round."""
-    if tau is None or draft is None or verify is None or not t_target:
-        return None
-    return tau / (draft / t_target + verify / t_target)
-
-
 def same_as(own: list[Answer], vanilla: list[Answer], plain_tokens: int | None = None) -> float | None:
     """Share of greedy answers that are token for token those of plain vLLM, up to where these were cut short."""
     expected = {(a["repeat"], *_request(a)): a["tokens"] for a in vanilla}
@@ -216,8 +206,3 @@ def middle(row: dict[str, Any], key: str) -> float | None:
     """The median of a row's figure; of a kept one (see `report.without_requests`) the figure."""
     value = row.get(key)
     return value["median"] if isinstance(value, dict) else value
-
-
-def best(rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], float | None]) -> dict[str, Any] | None:
-    """The row with the largest figure."""
-    return max((r for r in rows if key(r) is not None), key=key, default=None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import report
 from .command import prepare
-from .measure import best, middle, pooled
+from .measure import middle, pooled
 from .run import run_without_files
 from .settings import Settings, parse_pairs, resolve
 
@@ -50,7 +50,7 @@ def run_tune(args: argparse.Namespace) -> int:
     result = run_without_files(settings, model, cpu)
     rows = pooled(result["summary"])
     report.print_report({**result, "summary": rows}, console)
-    chosen = best(rows, lambda r: middle(r, "decode_speed"))
+    chosen = max(rows, key=lambda r: middle(r, "decode_speed") or 0.0, default=None)
     if chosen is None:
         print("vllm-subspec: nothing was measured", file=sys.stderr)
         return 1
