@@ -189,11 +189,14 @@ def test_substitutes_without_room_stop_the_start_in_one_sentence(monkeypatch):
 
 
 def test_vllms_warm_up_stays_inside_the_model_length(tiny_checkpoints):
-    """Catches: vLLM's warm-up, made for drafts of a few tokens, that overruns the block table with whole trees."""
+    """Catches: vLLM's warm-up, made for drafts of a few tokens, that overruns the block table with whole trees; that has a
+    tree's logits for each of many requests, for which there may be no memory beside the KV cache."""
     job = {"model": tiny_checkpoints["llama"], "engine": {"max_model_len": 64}, "probe": "warmed_up"}
     job["batches"] = [[r] for r in random_requests(18, [10], 30)]
     (expected,) = engine.plain([{k: v for k, v in job.items() if k != "probe"}])
     (answer,) = engine.subspec([job], tree_width=3, tree_depth=20)
     assert answer["probe"]["longest"] <= 64
-    assert answer["probe"]["trees"] == 60  # restored
+    assert answer["probe"]["rows"] <= 61  # what vLLM's profile has measured
+    assert answer["probe"]["requests"] > 1  # kernels of batches too
+    assert (answer["probe"]["trees"], answer["probe"]["max_num_seqs"]) == (60, 8)  # restored
     assert tokens(answer) == tokens(expected)

@@ -48,13 +48,21 @@ WARM_UP_STEPS = 6
 
 
 def warm_up(runner: Any, *execute: Any) -> None:
-    """vLLM's warm-up of kernels, with no more drafts in a step than its request has room for.
+    """vLLM's warm-up of kernels, with fewer drafts in a step and, if need be, fewer requests.
 
-    A draft is usually a few tokens there, so vLLM does not look; a tree's nodes would overrun the block table.
+    A draft is usually a few tokens there, so vLLM does not look. A tree's nodes would overrun a request's block table; and
+    with a tree for each of hundreds of requests, their logits would take GiB that the KV cache has already.
     """
-    room = (runner.max_model_len - 1) // WARM_UP_STEPS - 1
-    drafts = max(1, min(runner.num_speculative_steps, room))
-    with replaced(runner, "num_speculative_steps", drafts), replaced(runner, "decode_query_len", drafts + 1):
+    requests, drafts = runner.scheduler_config.max_num_seqs, runner.num_speculative_steps
+    rows = max(requests, 1 + drafts)  # of logits: what memory was measured with
+    room = (runner.max_model_len - 1) // WARM_UP_STEPS
+    drafts = max(1, min(rows // min(requests, 2), 1 + drafts, room) - 1)  # two requests: kernels of batches warm up too
+    requests = max(1, min(requests, rows // (1 + drafts)))
+    with (
+        replaced(runner, "num_speculative_steps", drafts),
+        replaced(runner, "decode_query_len", drafts + 1),
+        replaced(runner.scheduler_config, "max_num_seqs", requests),
+    ):
         warmup_kernels(runner, *execute)
 
 
