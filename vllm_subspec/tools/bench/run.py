@@ -53,7 +53,7 @@ def run_methods(
         cpu: whether vLLM's CPU build is installed
 
     Returns:
-        What the JSON file holds (see README).
+        What the JSON file holds (see docs/bench.md).
     """
     benchmarks, engines = load_benchmarks(settings), plan(settings)
     result: dict[str, Any] = {
