@@ -138,6 +138,7 @@ def answer(job: dict) -> dict:
                         "finish": o.outputs[0].finish_reason,
                         "logprobs": [scores(c.logprobs) for c in o.outputs],
                         "prompt_logprobs": scores(o.prompt_logprobs),
+                        "counts": [c.spec_decode_metrics and c.spec_decode_metrics.to_dict() for c in o.outputs],
                     }
                     for o in outputs
                 ]

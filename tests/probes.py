@@ -347,3 +347,29 @@ def traced(llm):
     llm.collective_rpc("subspec_trace", args=(True,))
     yield
     return llm.collective_rpc("subspec_trace", args=(False,))[0]
+
+
+def joined(llm):
+    """A request that another joins when its next tree was asked for: draft rows of steps with several requests, the
+    rounds, and how many drafts vLLM counted."""
+    from vllm import SamplingParams
+
+    yield
+    runner, engine, rows = runner_of(llm), llm.llm_engine, []
+    counted = lambda: {m.name: m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_drafts"}  # noqa: E731
+    sample, (before,) = runner.sample, counted().values()
+
+    def record(hidden_states, input_batch, grammar_output):
+        if input_batch.num_reqs > 1:
+            rows.append(input_batch.num_draft_tokens)
+        return sample(hidden_states, input_batch, grammar_output)
+
+    runner.sample = record
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    engine.add_request("first", {"prompt_token_ids": [5, 6, 7]}, params)
+    engine.step()
+    engine.add_request("second", {"prompt_token_ids": [8, 9]}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    (after,) = counted().values()
+    return {"rows": rows, "rounds": llm.collective_rpc("subspec_rounds")[0], "drafts": after - before}

@@ -86,17 +86,28 @@ def test_every_family_is_token_identical(tiny_checkpoints):
 
 
 def test_metrics_and_rounds_agree(tiny_checkpoints):
-    """Catches: vLLM's speculative counters or our rounds counting drafts or accepted tokens wrongly."""
+    """Catches: vLLM's speculative counters, those of a request, or our rounds counting drafts or accepted tokens
+    wrongly; nodes counted for levels; rows of a step with several requests, where no tree is, counted as a draft."""
     job = {"model": tiny_checkpoints["llama"], "batches": [[r] for r in random_requests(1, [9, 30], 40)]}
+    job |= {"engine": {"per_request_spec_decode_metrics": "detailed"}, "probe": "joined"}
     (answer,) = engine.subspec([job], tree_width=3, tree_depth=6)
     trees = [r for r in answer["rounds"] if r["tree_size"] > 1]
+    levels = [-(-(r["tree_size"] - 1) // 3) for r in trees]
     metrics = answer["metrics"]
     assert metrics["vllm:spec_decode_num_drafts"] == len(trees)
-    assert metrics["vllm:spec_decode_num_draft_tokens"] == sum(r["tree_size"] - 1 for r in trees)
+    assert metrics["vllm:spec_decode_num_draft_tokens"] == sum(levels)
     accepted = sum(r["accepted"] for r in trees)
     assert metrics["vllm:spec_decode_num_accepted_tokens"] == accepted
-    assert sum(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]) == accepted
+    of_level = [sum(r["accepted"] > level for r in trees) for level in range(6)]
+    assert metrics["vllm:spec_decode_num_accepted_tokens_per_pos"] == of_level
+    counts = [batch[0]["counts"][0] for batch in answer["batches"]]
+    assert [n for c in counts for n in c["per_step_drafted"]] == levels
+    assert [n for c in counts for n in c["per_step_accepted"]] == [r["accepted"] for r in trees]
+    assert {len(c["acceptance_histogram"]) for c in counts} == {1 + 6}
     # Two prefills emit a token each; every later step emits what it accepted and one more.
     steps = len(answer["rounds"]) - 2
     assert 2 + accepted + steps == 80
     assert all(r["draft_seconds"] > 0 and r["verify_seconds"] > 0 for r in trees)
+    joined = answer["probe"]
+    assert any(joined["rows"])
+    assert joined["drafts"] == sum(r["tree_size"] > 1 for r in joined["rounds"])

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from servers import serve
 
-LENGTH = 256
+LENGTH, DEPTH = 256, 8
 OPTIONS = [
     "--max-model-len", str(LENGTH), "--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--block-size", "32",
     "--enable-prefix-caching",
@@ -141,19 +141,24 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(model, tmp_path_factory) -> dict:
+def logs(tmp_path_factory) -> dict:
+    """Where the servers log, by name."""
+    return {name: tmp_path_factory.mktemp(name) / "log" for name in ("plain", "subspec")}
+
+
+@pytest.fixture(scope="module")
+def expected(model, logs) -> dict:
     """Plain vLLM's answers by case, and to each of eight prompts."""
-    with serve(model, tmp_path_factory.mktemp("plain") / "log", None, *OPTIONS) as (client, _):
+    with serve(model, logs["plain"], None, *OPTIONS) as (client, _):
         return {name: ask(client) for name, ask in CASES.items()} | {
             n: completions(client, prompt(n, 9 + n), 40) for n in range(8)
         }
 
 
 @pytest.fixture(scope="module")
-def client(expected, model, tmp_path_factory):
-    spec = {"tree_width": 3, "tree_depth": 8}
-    log = tmp_path_factory.mktemp("subspec") / "log"
-    with serve(model, log, spec, *OPTIONS, "--async-scheduling") as (client, _):
+def client(expected, model, logs):
+    spec = {"tree_width": 3, "tree_depth": DEPTH}
+    with serve(model, logs["subspec"], spec, *OPTIONS, "--async-scheduling") as (client, _):
         yield client
 
 
@@ -217,7 +222,7 @@ def test_metrics_agree_with_one_another(client):
 
 
 def test_vllms_own_benchmark_runs_against_it(client, tmp_path, model):
-    """Catches: streams that vLLM's `bench serve` cannot read."""
+    """Catches: streams that vLLM's `bench serve` cannot read; a line of its report for each node of a tree."""
     code = (
         "import sys; from vllm.benchmarks.serve import add_cli_args, main;"
         "from vllm.utils.argparse_utils import FlexibleArgumentParser as P;"
@@ -225,9 +230,14 @@ def test_vllms_own_benchmark_runs_against_it(client, tmp_path, model):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "--base-url", str(client.base_url).replace("/v1/", ""), "--model", "m",
-         "--tokenizer", model, "--dataset-name", "random", "--num-prompts", "4", "--random-input-len", "12",
-         "--random-output-len", "12", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"],
+         "--tokenizer", model, "--dataset-name", "random", "--num-prompts", "4", "--max-concurrency", "1",
+         "--random-input-len", "12", "--random-output-len", "12", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"],
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert json.loads((tmp_path / "r.json").read_text())["completed"] == 4
+    report = json.loads((tmp_path / "r.json").read_text())
+    drafts, accepted = (report[f"spec_decode_{key}"] for key in ("num_drafts", "accepted_tokens"))
+    assert report["completed"] == 4 and drafts >= 4
+    rates = report["spec_decode_per_position_acceptance_rates"]
+    assert len(rates) == DEPTH and sum(rates) * drafts == pytest.approx(accepted)
+    assert report["spec_decode_draft_tokens"] <= drafts * DEPTH

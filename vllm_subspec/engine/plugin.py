@@ -1,18 +1,21 @@
 """What vLLM loads: `register` in every process (``vllm.general_plugins``).
 
 Three methods of vLLM's EngineArgs are wrapped, so that ``{"method": "subspec"}`` makes our speculative config, our
-worker class is chosen for that engine, a step has room for a tree, and what cannot work is refused at the start; and
-the check by which vLLM refuses requests that its own speculative methods cannot serve. Once such an engine is
-configured, so is the start of vLLM's front end, for its output processor (see `delivery`). Everything else of the plugin
-is reached through the worker class. Without the method the wrappers call vLLM's own and change nothing.
+worker and scheduler classes are chosen for that engine, a step has room for a tree, and what cannot work is refused at
+the start; the check by which vLLM refuses requests that its own speculative methods cannot serve; and the counters that
+take a tree's nodes for drafts in a row. Once such an engine is configured, so is the start of vLLM's front end, for its
+output processor (see `delivery`). Everything else of the plugin is reached through the worker and scheduler classes.
+Without the method the wrappers call vLLM's own and change nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ..patching import replaced
 from ..versions import SUPPORTED, is_supported, vllm_build
 from .compat import announce_variable, check_manifest
 
@@ -40,11 +43,13 @@ def register() -> None:
         return
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
     _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
     _wrap(EngineArgs, "create_speculative_config", _create_speculative_config)
     _wrap(EngineArgs, "_set_default_max_num_seqs_and_batched_tokens_args", _set_default_batch)
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    _wrap(SpecDecodingProm, "__init__", _spec_decoding_prom)
 
 
 def _wrap(cls: type, name: str, wrapper: Any) -> None:
@@ -128,7 +133,10 @@ def _set_default_batch(original, args: EngineArgs, usage_context, model_config, 
 def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs):
     if _method(args) != "subspec":
         return original(args, *call_args, **call_kwargs)
+    from vllm.engine import arg_utils
+
     from ..cpu import platform as cpu
+    from .scheduler import SubSpecSchedulerConfig
     from .support import (
         check_arguments,
         check_config,
@@ -142,7 +150,7 @@ def _create_engine_config(original, args: EngineArgs, *call_args, **call_kwargs)
         check_arguments(args)
         without_async_scheduling(args)
         without_compilation(args)
-        with cpu.configuring():
+        with cpu.configuring(), replaced(arg_utils, "SchedulerConfig", SubSpecSchedulerConfig):
             made = original(args, *call_args, **call_kwargs)
             check_config(made)
             without_full_graphs(made)
@@ -160,7 +168,6 @@ def _start_async_llm(original, llm, vllm_config, *args, **kwargs):
         return original(llm, vllm_config, *args, **kwargs)
     from vllm.v1.engine import async_llm
 
-    from ..patching import replaced
     from .delivery import TokenByToken
 
     with replaced(async_llm, "OutputProcessor", TokenByToken):
@@ -171,3 +178,10 @@ def _validate_spec_decode(original, params, speculative_config):
     # vLLM's own methods cannot serve min_p and logit_bias; here vLLM's sampler has the last word on every token.
     if getattr(speculative_config, "method", None) != "subspec":
         original(params, speculative_config)
+
+
+def _spec_decoding_prom(original, prom, speculative_config, *args, **kwargs):
+    # A counter for each level, as our scheduler counts, not for each node.
+    if getattr(speculative_config, "method", None) == "subspec":
+        speculative_config = SimpleNamespace(num_speculative_tokens=speculative_config.tree_depth)
+    original(prom, speculative_config, *args, **kwargs)

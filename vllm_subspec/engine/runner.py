@@ -68,6 +68,7 @@ class SubSpecRunner:
         self.round: Round | None = None  # of the step under way
         self.tree_requests: dict[str, int | None] = {}  # request id -> its max_tokens, where a tree may be drafted
         self.argmax_requests: set[str] = set()  # those of them that take the argmax of the target's own logits
+        self.drafted_levels = 0  # in that round
         self._marks: list[Any] = []  # start of the step, end of its draft
         self._failures, self._round_failed, self._warned = 0, False, False  # in a row; in this step; ever
 
@@ -219,8 +220,15 @@ class SubSpecRunner:
         size, accepted = (self.round.size, sampled[1][0] - 1) if self.round is not None else (1, 0)
         marks = [*self._marks, self.rounds.mark()]
         self.rounds.add(input_batch.req_ids[0], size, accepted, marks, self._round_failed)
+        self.drafted_levels = -(-(size - 1) // self.speculator.tree_width)
         self.round, self._round_failed = None, False
         return sampled
+
+    def sample_tokens(self, grammar_output):
+        output = super().sample_tokens(grammar_output)
+        if output is not None:  # None: the step failed before
+            output.model_runner_output.drafted_levels = self.drafted_levels  # for the scheduler's counters
+        return output
 
     # --- ask: how many draft rows each request wants in the next step
 

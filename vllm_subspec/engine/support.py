@@ -89,7 +89,7 @@ def _argument_problems(args: EngineArgs) -> Iterator[str]:
     if args.worker_cls != "auto":
         yield "brings its own worker class; remove --worker-cls"
     if args.scheduler_cls is not None:
-        yield "relies on vLLM's own scheduler; remove --scheduler-cls"
+        yield "brings its own scheduler class; remove --scheduler-cls"
     for kind in ("tensor", "pipeline", "data", "decode_context", "prefill_context"):
         if (size := getattr(args, f"{kind}_parallel_size")) > 1:
             yield f"runs on one device, but --{_dashed(kind)}-parallel-size is {size}; set it to 1"
