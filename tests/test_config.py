@@ -243,3 +243,26 @@ def test_vllm_is_told_of_our_variable(configure, monkeypatch):
     with pytest.raises(ValueError, match="VLLM_SUBSPEC_ALLOW_CHANGED_VLLM"):
         configure(None, fail_on_environ_validation=True)
     configure({"method": "subspec"}, fail_on_environ_validation=True)
+
+
+def test_a_start_warns_of_nothing_that_does_not_apply(configure, monkeypatch):
+    """Catches: advice to draft less or to give more tokens a step, a warning of asynchronous scheduling that nobody asked
+    for, or of a custom scheduler class."""
+    from vllm.config import scheduler
+    from vllm.config import vllm as module
+
+    from vllm_subspec.engine.scheduler import SubSpecScheduler
+
+    said = []
+    for logger in (module.logger, scheduler.logger):
+        for name in ("warning", "warning_once"):
+            monkeypatch.setattr(logger, name, lambda text, *values, **more: said.append(text % values))
+    made, warned = {}, {}
+    for method, spec in (("plain", None), ("subspec", {"method": "subspec"})):
+        config = configure(spec, max_num_batched_tokens=512)
+        config.__post_init__()  # as in the engine's process
+        made[method], warned[method] = config.scheduler_config.get_scheduler_cls(), set(said)
+        assert config.scheduler_config.max_num_scheduled_tokens == (512 if spec else None)
+        said.clear()
+    assert warned["subspec"] <= warned["plain"]
+    assert made["subspec"] is SubSpecScheduler and made["plain"] is not SubSpecScheduler

@@ -241,3 +241,19 @@ def test_vllms_own_benchmark_runs_against_it(client, tmp_path, model):
     rates = report["spec_decode_per_position_acceptance_rates"]
     assert len(rates) == DEPTH and sum(rates) * drafts == pytest.approx(accepted)
     assert report["spec_decode_draft_tokens"] <= drafts * DEPTH
+
+
+def warnings(log) -> set[str]:
+    """What a server warned of, without process, time and place."""
+    return {line.split("] ", 1)[1] for line in log.read_text().splitlines() if " WARNING " in line and "] " in line}
+
+
+def test_the_flag_adds_no_warning_whose_advice_does_not_apply(client, logs):
+    """Catches: vLLM's advice to draft less, its warnings of asynchronous scheduling, of a custom scheduler class or of
+    a missing Triton, where none of it is so."""
+    added = warnings(logs["subspec"]) - warnings(logs["plain"])
+    ours = {text for text in added if text.startswith("subspec: ")}
+    assert len(ours) == 1 and "--async-scheduling is switched off" in ours.pop()
+    # Of vLLM's, the one that is right.
+    assert all("Intel OpenMP in LD_PRELOAD" in text for text in added if not text.startswith("subspec: "))
+    assert "Triton is not installed" not in logs["subspec"].read_text()

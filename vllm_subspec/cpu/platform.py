@@ -12,7 +12,9 @@ process, acts on the mark. So plain engines keep vLLM's own CPU runner, before a
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from ..patching import replaced
 from ..versions import vllm_build
@@ -82,16 +84,31 @@ def arm() -> None:
     os.environ[MARK] = os.environ[RUNNER] = "1"
 
 
-def configuring() -> AbstractContextManager:
+@contextmanager
+def configuring() -> Iterator[None]:
     """While an engine with subspec is configured: the engine's processes will have a usable Triton.
 
-    This process need not, and vLLM would refuse Model Runner V2 for the lack of it. No effect on CUDA builds.
+    This process need not; for the lack of it vLLM would refuse Model Runner V2 and warn. No effect on CUDA builds.
     """
     if not is_cpu_build():
-        return nullcontext()
+        yield
+        return
     import vllm.config.vllm
+    import vllm.triton_utils
+    from vllm.platforms import current_platform
 
-    return replaced(vllm.config.vllm, "HAS_TRITON", True)
+    check = current_platform.check_and_update_config
+
+    def check_with_triton(vllm_config: Any) -> None:
+        # For no longer than this: modules that are imported meanwhile keep what they see.
+        with replaced(vllm.triton_utils, "HAS_TRITON", True):
+            check(vllm_config)
+
+    with (
+        replaced(vllm.config.vllm, "HAS_TRITON", True),
+        replaced(current_platform, "check_and_update_config", check_with_triton),
+    ):
+        yield
 
 
 def disarm() -> None:

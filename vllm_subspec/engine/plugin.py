@@ -2,7 +2,7 @@
 
 Three methods of vLLM's EngineArgs are wrapped, so that ``{"method": "subspec"}`` makes our speculative config, our
 worker and scheduler classes are chosen for that engine, a step has room for a tree, and what cannot work is refused at
-the start; the check by which vLLM refuses requests that its own speculative methods cannot serve; and the counters that
+the start; the check by which vLLM refuses requests that its own speculative methods cannot serve; and two places that
 take a tree's nodes for drafts in a row. Once such an engine is configured, so is the start of vLLM's front end, for its
 output processor (see `delivery`). Everything else of the plugin is reached through the worker and scheduler classes.
 Without the method the wrappers call vLLM's own and change nothing.
@@ -42,6 +42,7 @@ def register() -> None:
         logger.warning("subspec: this plugin needs vLLM %s.x and is off on vLLM %s", SUPPORTED, installed)
         return
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
@@ -49,6 +50,7 @@ def register() -> None:
     _wrap(EngineArgs, "create_speculative_config", _create_speculative_config)
     _wrap(EngineArgs, "_set_default_max_num_seqs_and_batched_tokens_args", _set_default_batch)
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    _wrap(VllmConfig, "_set_max_num_scheduled_tokens", _set_max_num_scheduled_tokens)
     _wrap(SpecDecodingProm, "__init__", _spec_decoding_prom)
 
 
@@ -178,6 +180,16 @@ def _validate_spec_decode(original, params, speculative_config):
     # vLLM's own methods cannot serve min_p and logit_bias; here vLLM's sampler has the last word on every token.
     if getattr(speculative_config, "method", None) != "subspec":
         original(params, speculative_config)
+
+
+def _set_max_num_scheduled_tokens(original, config):
+    # vLLM takes a budget below 8192 for one that drafts made small, and advises to draft less. Ours is as it was given:
+    # a tree's rows are scheduled tokens, and check_config sees that they fit.
+    scheduler = config.scheduler_config
+    if getattr(config.speculative_config, "method", None) != "subspec":
+        original(config)
+    elif scheduler.max_num_scheduled_tokens is None:
+        scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
 
 
 def _spec_decoding_prom(original, prom, speculative_config, *args, **kwargs):

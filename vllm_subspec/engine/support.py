@@ -44,11 +44,11 @@ def _raise_first(problems: Iterable[str]) -> None:
 
 
 def without_async_scheduling(args: EngineArgs) -> None:
-    """Switch off and say so: a tree is drafted when the step before is known. It changes no output, so a deployment
-    that has the flag starts."""
+    """Switch off, and say so to whoever asked for it: a tree is drafted when the step before is known. It changes no
+    output, so a deployment that has the flag starts."""
     if args.async_scheduling:
         logger.warning("subspec: --async-scheduling is switched off, a tree is drafted between two steps")
-        args.async_scheduling = False
+    args.async_scheduling = False
 
 
 def without_compilation(args: EngineArgs) -> None:
