@@ -24,6 +24,7 @@ from ..weights.draft import make_draft
 from ..weights.substitute import make_substitutes
 from ..weights.uva import copy_before_use
 from .grammar import one_mask_a_request
+from .offloading import report_offloading
 from .stats import Rounds
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class SubSpecRunner:
             # vLLM's kernels repack weights in place and some drop the original, so substitutes are made before.
             started = time.perf_counter()
             substitutes.update(make_substitutes(model, self.speculative_config, self.device))
-            logger.info("Made %d substitutes in %.1f s", len(substitutes), time.perf_counter() - started)
+            report_offloading(model, substitutes, self.vllm_config, time.perf_counter() - started)
             process_weights(model, model_config, target_device)
 
         with (

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ..cpu.platform import is_cpu_build
 from ..round.limits import ATTENTION_BACKENDS, LEAVE_OUT
 from ..weights.quantize import GPU_GROUP_SIZES
 
@@ -100,6 +101,10 @@ def _argument_problems(args: EngineArgs) -> Iterator[str]:
             yield f"runs on one device; remove --{_dashed(flag)}"
     if args.enable_dbo or args.ubatch_size > 0:
         yield "a tree cannot be split into microbatches; remove --enable-dbo and --ubatch-size"
+    if is_cpu_build():
+        for flag in ("offload_group_size", "cpu_offload_gb"):
+            if getattr(args, flag):
+                yield f"nothing is offloaded on a CPU; leave --{_dashed(flag)} out"
     if args.enable_lora:
         yield "LoRA adapters are not supported; remove --enable-lora"
     if args.quantization is not None or args.quantization_config is not None:

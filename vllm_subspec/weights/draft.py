@@ -13,6 +13,11 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from .offloaded import offloaded_parameters
 
 
+def decoder_linears(model: torch.nn.Module) -> dict[str, LinearBase]:
+    """The linears of all decoder layers, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LinearBase) and re.search(r"\.\d+\.", name)}
+
+
 def linears_to_substitute(model: torch.nn.Module, which: str) -> dict[str, LinearBase]:
     """The linears of ``model`` that get a substitute, by name.
 
@@ -31,7 +36,7 @@ def linears_to_substitute(model: torch.nn.Module, which: str) -> dict[str, Linea
             "add --offload-group-size or --cpu-offload-gb, or set substitute_layers to 'all'"
         )
     if which == "all" or (which == "auto" and not offloaded):
-        chosen = {name: m for name, m in linears.items() if re.search(r"\.\d+\.", name)}
+        chosen = decoder_linears(model)
     else:
         chosen = {name: m for name, m in linears.items() if name in offloaded}
     for name, linear in chosen.items():

@@ -64,6 +64,13 @@ def substitute_linear(linear: LinearBase, quantized: QuantizedWeight) -> LinearB
     return substitute
 
 
+def substitute_bytes(substitute: LinearBase) -> int:
+    """Memory that a substitute takes besides what it shares."""
+    method = substitute.quant_method
+    weights = method.weights.parameters() if isinstance(method, KernelMethod) else [substitute.weight]
+    return sum(weight.nbytes for weight in weights)
+
+
 def _kernel_config(quantized: QuantizedWeight) -> MPLinearLayerConfig:
     out_size, in_size = quantized.codes.shape
     return MPLinearLayerConfig(
