@@ -16,7 +16,7 @@ from servers import serve
 LENGTH, DEPTH = 256, 8
 OPTIONS = [
     "--max-model-len", str(LENGTH), "--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--block-size", "32",
-    "--enable-prefix-caching",
+    "--enable-prefix-caching", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
 ]  # fmt: skip
 CITY = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
@@ -77,6 +77,18 @@ def constrained(client, **constraint) -> list:
     return chat(client, extra_body={"structured_outputs": constraint, "ignore_eos": False})
 
 
+def tool_call(client, choice) -> list:
+    """What a request that must call a tool gets: calls, and the beginning of one that is too long."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": CITY}}]
+    messages = [{"role": "user", "content": "Hello there"}]
+    answer = client.chat.completions.create(
+        model="m", messages=messages, temperature=0, max_tokens=60, tools=tools, tool_choice=choice,
+        extra_body={"ignore_eos": False},
+    )  # fmt: skip
+    (made,) = answer.choices
+    return [(c.function.name, c.function.arguments) for c in made.message.tool_calls or []] + [made.message.content]
+
+
 def response(client, **more) -> str:
     return client.responses.create(
         model="m", input="Hello there", temperature=0, max_output_tokens=24, **more
@@ -128,6 +140,8 @@ CASES = {
     "regex": lambda c: constrained(c, regex="(ab|cd){3}[0-9]+x"),
     "choice": lambda c: constrained(c, choice=["yes", "no"]),
     "grammar": lambda c: constrained(c, grammar='root ::= ("ab" | "cd") [0-9]+ "."'),
+    "tool call": lambda c: tool_call(c, {"type": "function", "function": {"name": "f"}}),
+    "some tool call": lambda c: tool_call(c, "required"),
     "response": response,
     "streamed response": responses_stream,
 }  # fmt: skip
@@ -257,3 +271,15 @@ def test_the_flag_adds_no_warning_whose_advice_does_not_apply(client, logs):
     # Of vLLM's, the one that is right.
     assert all("Intel OpenMP in LD_PRELOAD" in text for text in added if not text.startswith("subspec: "))
     assert "Triton is not installed" not in logs["subspec"].read_text()
+
+
+def test_a_server_says_once_which_requests_run_plain(client, logs):
+    """Catches: a user who wonders why a request is slow; a line a request."""
+    for constraint in ({"regex": "ab|cd"}, {"choice": ["yes", "no"]}):
+        constrained(client, **constraint)
+    for _ in range(2):
+        CASES["several choices"](client)
+    text = logs["subspec"].read_text()
+    assert text.count("subspec: Requests with structured output (a required tool call is one) run without") == 1
+    assert text.count("subspec: Several requests at once (n > 1 and beam search make several of one) run without") == 1
+    assert text.count("on a CPU nothing is offloaded") + text.count("decoder linears (0.00 GiB) is offloaded") == 1

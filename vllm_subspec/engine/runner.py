@@ -40,6 +40,11 @@ def make_runner(runner_cls: type, vllm_config: VllmConfig, device: torch.device)
         return runner_cls(vllm_config, device)
 
 
+def _say_plain(requests: str) -> None:
+    """Log that such requests are served without trees, the first time that there are any."""
+    logger.info_once("subspec: %s run without speculation, by plain steps", requests)
+
+
 class Verifier:
     """Stands where vLLM has its RejectionSampler: called for every step with draft rows."""
 
@@ -237,7 +242,13 @@ class SubSpecRunner:
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             params = new.sampling_params
-            if params is None or params.structured_outputs is not None or not self._may_verify_chains():
+            if params is None:
+                continue
+            if params.structured_outputs is not None:
+                _say_plain("Requests with structured output (a required tool call is one)")
+                continue
+            if not self._may_verify_chains():
+                _say_plain("Requests of an engine that returns sampling masks")
                 continue
             self.tree_requests[new.req_id] = params.max_tokens
             index = self.req_states.req_id_to_index[new.req_id]
@@ -261,6 +272,8 @@ class SubSpecRunner:
         proposed = super().take_draft_token_ids()
         if proposed is None:
             return None
+        if len(proposed.req_ids) > 1:
+            _say_plain("Several requests at once (n > 1 and beam search make several of one)")
         counts = [self._tree_size(req_id) if len(proposed.req_ids) == 1 else 0 for req_id in proposed.req_ids]
         return DraftTokenIds(proposed.req_ids, [[-1] * count for count in counts])
 
