@@ -197,6 +197,13 @@ def grown_and_fresh(llm):
     return {"grown": grown, "fresh": fresh, "blind": accepted(prompt, 24)[1]}
 
 
+def grammar_masks(llm):
+    """Masks of grammars that the engine made room for in CPU memory."""
+    manager = llm.llm_engine.engine_core.engine_core.structured_output_manager
+    yield
+    return manager._grammar_bitmask.shape[0]
+
+
 def free_blocks(llm):
     """KV blocks that are free before and after."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool

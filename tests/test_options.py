@@ -71,7 +71,8 @@ def test_reload_weights_is_refused_and_the_engine_goes_on(answers):
 
 
 def test_structured_outputs_of_every_backend_equal_plain_vllm(tmp_path_factory):
-    """Catches: a grammar that plain steps of a speculating engine do not follow, whichever backend made it."""
+    """Catches: a grammar that plain steps of a speculating engine do not follow, whichever backend made it; room for a mask
+    after every node of a tree of every request, GiB with vLLM's defaults."""
     checkpoint = tiny.make("llama", tmp_path_factory.mktemp("structured") / "llama")
     tiny.add_tokenizer(checkpoint)
     regex = {"structured_outputs": {"regex": "(yes|no), [0-9]{3}"}}
@@ -85,10 +86,13 @@ def test_structured_outputs_of_every_backend_equal_plain_vllm(tmp_path_factory):
         {"model": checkpoint, "engine": {"structured_outputs_config": {"backend": b}}, "batches": [*asked, last]}
         for b in BACKENDS
     ]
+    jobs[0]["probe"] = "grammar_masks"
     for job in jobs[1:]:
         job["batches"] = asked  # whitespace is a matter of the backend
     (want,) = engine.plain(jobs[:1])
-    for backend, got in zip(BACKENDS, engine.subspec(jobs, tree_width=3, tree_depth=4)):
+    answers = engine.subspec(jobs, tree_width=3, tree_depth=4)
+    assert answers[0]["probe"] == want["probe"] == 8  # the requests that there may be at once
+    for backend, got in zip(BACKENDS, answers):
         assert tokens(got) == tokens(want)[: len(got["batches"])], backend
         assert tau(got) > 1.5, backend  # the request without a grammar
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from vllm.config import SchedulerConfig
 from vllm.config.utils import config
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from .grammar import allocate_masks
 
 
 @config
@@ -45,6 +47,10 @@ class SubSpecScheduler(Scheduler):
         super().add_request(request)
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = LevelMetrics.new(self.tree_depth)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        allocate_masks(self.structured_output_manager)
+        return super().get_grammar_bitmask(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
         # What vLLM takes for drafted is what it scheduled, less what it is told was no draft.
