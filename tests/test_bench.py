@@ -603,9 +603,9 @@ def test_tau_by_prompt(tmp_path, monkeypatch, capsys):
 def test_tune_prints_the_fastest(monkeypatch, capsys):
     """Catches: the fastest of one benchmark taken for the fastest of all, an engine's failure that nobody sees, a
     config to paste without the options that were measured."""
-    trees = {"subspec width=2 depth=4": 6.0, "subspec width=3 depth=8": 4.0}
-    answers = [{**OURS, "variant": name, "seconds": 2.0 + (s if b == "chat" else 5.0), "benchmark": b}
-               for name, s in trees.items() for b in ("chat", "code")]  # fmt: skip
+    trees = {"subspec width=2 depth=4": (12.0, 3.0), "subspec width=3 depth=8": (6.0, 5.0)}
+    answers = [{**OURS, "variant": name, "seconds": s, "benchmark": benchmark}
+               for name, seconds in trees.items() for benchmark, s in zip(("chat", "code"), seconds)]  # fmt: skip
     engines = [{"method": "subspec", "skipped": 0,
                 "variants": [{"name": n, "tree": [int(n[14]), int(n[-1])]} for n in trees]}]  # fmt: skip
     made = {"summary": measure.summarize(answers, engines), "failures": {"0-subspec": "no memory"}, "settings": {},
