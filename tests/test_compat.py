@@ -162,10 +162,11 @@ PUBLIC = {
 
 def test_the_manifest_names_what_the_package_uses():
     """Catches: a symbol that is imported, subclassed, overridden or patched, whose change would go unnoticed."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    from vllm_subspec.engine import runner, worker
+    from vllm_subspec.engine import runner, scheduler, worker
 
     entries = yaml.safe_load(compat.manifest_path().read_text())["symbols"]
     symbols = {entry["symbol"] for entry in entries}
@@ -183,7 +184,7 @@ def test_the_manifest_names_what_the_package_uses():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("replaced", "_wrap"):
                 missing += [node.args[1].value] if node.args[1].value not in said else []
     for ours, theirs in ((runner.SubSpecRunner, GPUModelRunner), (worker.SubSpecWorkerMixin, Worker),
-                         (worker.SubSpecWorker, Worker)):  # fmt: skip
+                         (worker.SubSpecWorker, Worker), (scheduler.SubSpecScheduler, Scheduler)):  # fmt: skip
         where = f"{theirs.__module__}:{theirs.__name__}"
         overridden = {n for n, v in vars(ours).items() if callable(v) and callable(vars(theirs).get(n))}
         missing += [name for name in overridden if f"{where}.{name}" not in symbols]
