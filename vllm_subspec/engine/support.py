@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..cpu.platform import is_cpu_build
 from ..round.limits import ATTENTION_BACKENDS, LEAVE_OUT
-from ..weights.quantize import GPU_GROUP_SIZES
+from ..weights.storage import GPU_GROUP_SIZES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -176,7 +176,7 @@ def _streamed(
         f"({_speed(slow / times)} without speculation); {first_token(expected)}."
     )
     _say(f"{cpu_memory(need, host)}.")
-    for note in (plan.dense and capitalized(plan.dense) + ".", host.wsl and WSL_LIMIT):
+    for note in (plan.without_kernel and capitalized(plan.without_kernel) + ".", host.wsl and WSL_LIMIT):
         if note:
             _say(note)
     _pin_exactly()

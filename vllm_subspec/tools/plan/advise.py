@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..sizes import MIB, capped, gib
 from . import SPECULATIVE_CONFIG
-from .memory import Memory, Run, dense_substitutes, offloaded_memory, plain_memory
+from .memory import Memory, Run, offloaded_memory, plain_memory, without_kernel
 from .model import Model
 
 SUBSTITUTE_ALL = '{"method":"subspec","substitute_layers":"all"}'
@@ -55,12 +55,12 @@ class Plan:
         return self.placement.offloaded(len(self.model.layers)) if self.placement else ()
 
     @property
-    def dense(self) -> str | None:
-        """See `memory.dense_substitutes`."""
+    def without_kernel(self) -> str | None:
+        """See `memory.without_kernel`."""
         layers = self.model.layers
         if not self.run.substitute_all:
             layers = [layers[i] for i in self.offloaded]
-        return dense_substitutes(layers, self.run) if self.placement else None
+        return without_kernel(layers, self.run) if self.placement else None
 
     @property
     def offloaded_bytes(self) -> int:
@@ -177,9 +177,9 @@ def make_plan(model: Model, run: Run, vram: int, gpu_total: int | None = None) -
                 best = (rank, Plan(model, run, vram, total, assumed, placement, memory))
     if best is None:
         needed = -(-smallest // MIB)
-        dense = dense_substitutes(model.layers, run)
+        remark = without_kernel(model.layers, run)
         raise DoesNotFit(
             f"{model.name} does not fit in {gib(vram)} with a context of {run.context}; "
-            f"the smallest VRAM that would do is {needed}MiB ({gib(needed * MIB)}){f'; {dense}' if dense else ''}"
+            f"the smallest VRAM that would do is {needed}MiB ({gib(needed * MIB)}){f'; {remark}' if remark else ''}"
         )
     return best[1]

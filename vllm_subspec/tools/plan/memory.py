@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...engine.support import GPU_GROUP_SIZES
-from ...weights.quantize import MAX_WEIGHTS, fitting_group_size
+from ...weights.quantize import MAX_WEIGHTS
+from ...weights.storage import kernel_shape, stored_bytes
 from ..sizes import MIB, gib
 from .model import Layer, Model
 
@@ -26,7 +26,6 @@ TENSOR_SLACK = MIB // 4
 TREE_ATTENTION = 264 * 128 * 4
 """Partial results of tree attention for each dimension of a head: at most one float32 tile of 128 rows for each of
 `tree_kernel.PROGRAMS` programs."""
-SCALE_BYTES, ZERO_POINT_BYTES, CODE_BYTES = 2, 0.5, 0.5
 ROWS_AT_ONCE = 64
 """As in `vllm_subspec.round.verify`, which would import vLLM"""
 HQQ_BYTES = 40
@@ -122,58 +121,42 @@ def _memory(model: Model, run: Run, offloaded: tuple[int, ...], step: int, rows:
     return Memory(**weights, **serving, loading=max(0, loading - sum(serving.values())))
 
 
-@dataclass(frozen=True)
-class Substitute:
-    """The substitute of one linear."""
-
-    size: int
-    """Bytes"""
-    at_4_bits: int
-    """Bytes that it would take if a 4-bit kernel took any size"""
-    obstacle: str = ""
-    """Why it is dense instead, at the model's own size; empty if it is not"""
-
-
-def substitute(outputs: int, inputs: int, run: Run) -> Substitute:
-    """As `weights.substitute._packed` stores it and Marlin keeps it: half a byte a weight, and for each group of g inputs
-    of an output one bfloat16 scale and a 4-bit zero-point. At g = 64 that is 4.3125 bits a weight."""
-    n, group = outputs * inputs, fitting_group_size(run.group_size, inputs)
-    # Marlin pads to tiles: outputs to 64, inputs to 128, or 128 and 64 (marlin_utils.marlin_padded_nk).
-    packed = lambda g: int(n * CODE_BYTES + n // g * (SCALE_BYTES + ZERO_POINT_BYTES))  # noqa: E731
-    slack = 3 * TENSOR_SLACK if n >= 2 * MIB else 0
-    if run.itemsize != 2:
-        obstacle = "float32"
-    elif group not in GPU_GROUP_SIZES:
-        obstacle = f"{inputs} inputs make groups of {group}"
-    elif outputs % 8:
-        obstacle = f"{outputs} outputs are not a multiple of 8"
-    else:
-        return Substitute(packed(group) + slack, packed(group) + slack)
-    return Substitute(n * run.itemsize + slack, packed(run.group_size) + slack, obstacle)
-
-
 def substitute_bytes(layer: Layer, run: Run) -> int:
-    """A layer's substitutes, and the resident copies of its norms and biases (`weights.draft`)."""
-    linears = (substitute(outputs, inputs, run).size for outputs, inputs in layer.linears.values())
+    """A layer's substitutes, and the resident copies of its norms and biases (`weights.draft`).
+
+    At groups of 64 these have 4.3125 bits a weight where Marlin takes a weight as it is (see `weights.storage`).
+    """
+    linears = (_substitute_bytes(*shape, run, run.itemsize) for shape in layer.linears.values())
     return layer.others * run.itemsize + sum(linears)
 
 
-def dense_substitutes(layers: Iterable[Layer], run: Run) -> str | None:
-    """One sentence about the substitutes that are dense, and what that costs; None if none is."""
-    size = at_4_bits = 0
-    kinds: dict[str, str] = {}
-    for layer in layers:
-        for name, (outputs, inputs) in layer.linears.items():
-            made = substitute(outputs, inputs, run)
-            if made.obstacle:
-                size, at_4_bits = size + made.size, at_4_bits + made.at_4_bits
-                kinds.setdefault(f"{name.removesuffix('.weight')} {outputs} x {inputs}", made.obstacle)
+def _substitute_bytes(outputs: int, inputs: int, run: Run, itemsize: int) -> int:
+    slack = 3 * TENSOR_SLACK if outputs * inputs >= 2 * MIB else 0
+    return stored_bytes(outputs, inputs, run.group_size, itemsize) + slack
+
+
+def without_kernel(layers: Iterable[Layer], run: Run) -> str | None:
+    """One sentence about the substitutes that no 4-bit kernel multiplies by, and what that costs; None if none is."""
+    linears = [(name, *shape) for layer in layers for name, shape in layer.linears.items()]
+    if run.itemsize != 2 and linears:
+        dense, packed = (
+            sum(_substitute_bytes(*shape, run, size) for _, *shape in linears) for size in (run.itemsize, 2)
+        )
+        return (
+            f"4-bit kernels compute in 16 bits, not in float32: dense substitutes take {gib(dense)} instead of "
+            f"{gib(packed)}"
+        )
+    kinds = {
+        f"{name.removesuffix('.weight')} {outputs} x {inputs}": None
+        for name, outputs, inputs in linears
+        if kernel_shape(outputs, inputs, run.group_size, "cuda") is None
+    }
     if not kinds:
         return None
-    cost = f"dense substitutes take {gib(size)} instead of {gib(at_4_bits)}"
-    if run.itemsize != 2:
-        return f"4-bit kernels compute in 16 bits, not in float32: {cost}"
-    return f"no 4-bit kernel takes {', '.join(f'{kind} ({why})' for kind, why in kinds.items())}: {cost}"
+    return (
+        f"the 4-bit kernel takes {', '.join(kinds)} only with many zeros added: these substitutes are dequantized each "
+        "time they are used, which is slow"
+    )
 
 
 def prefetch_bytes(streamed: list[Layer], step: int, itemsize: int) -> int:

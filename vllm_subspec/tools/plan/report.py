@@ -105,7 +105,7 @@ def as_dict(plan: Plan, dtype: str, pcie: Bandwidth, gpu: Bandwidth, expected: E
         "layers": len(plan.model.layers),
         "offloaded_layers": list(plan.offloaded),
         "offloaded_bytes": plan.offloaded_bytes,
-        "dense_substitutes": plan.dense,
+        "substitutes_without_kernel": plan.without_kernel,
         "cpu_memory": {**vars(needed(plan, will_be_exact())), "available": this_host().available},
         "memory": {**vars(plan.memory), "total": plan.memory.total},
         "flags": plan.flags(dtype),
@@ -138,8 +138,8 @@ def print_plan(
     table.add_row("asked for", f"{plan.vram / GIB:.2f}")
     console.print(table)
     console.print(plan.summary() + ".")
-    if plan.dense:
-        console.print(f"{capitalized(plan.dense)}.", markup=False)
+    if plan.without_kernel:
+        console.print(f"{capitalized(plan.without_kernel)}.", markup=False)
     if plan.gpu_is_assumed:
         console.print(f"No GPU here: --gpu-memory-utilization assumes that {gib(plan.vram)} is the whole GPU.")
     else:
