@@ -96,6 +96,7 @@ def answer(job: dict) -> dict:
 
     from vllm import LLM
 
+    gc.freeze()  # until vLLM's shutdown: it collects garbage ten times an engine, each time through all of torch
     if "vram" in job:
         from vllm_subspec.tools.bench.engine import limit_memory
 

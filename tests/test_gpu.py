@@ -13,7 +13,7 @@ import engine
 import pytest
 from filelock import FileLock
 from prompts import requests
-from test_lossless import tau, tokens
+from test_lossless import deficits, tau, tokens
 
 from vllm_subspec.tools.bench.methods import ABLATION
 
@@ -57,24 +57,6 @@ def plain_float32(float32_job, tmp_path_factory):
         return json.loads(path.read_text())
 
     return answer
-
-
-def deficits(model: str, prompts: list[list[int]], answers: list[list[int]]) -> list[float]:
-    """Of every answered token, how far the target's logit for it is below its largest there.
-
-    The target is transformers' in float32, teacher-forced.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
-    found = []
-    for prompt, emitted in zip(prompts, answers):
-        ids = torch.tensor([prompt + emitted], device="cuda")
-        with torch.no_grad():
-            logits = target(ids).logits[0, len(prompt) - 1 : -1]
-        found += (logits.amax(-1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]).tolist()
-    return found
 
 
 @pytest.mark.parametrize("settings", [DEFAULTS, {}], ids=["defaults", "triton"])

@@ -18,7 +18,7 @@ def test_logits_of_every_node_equal_a_plain_forward_over_its_path(tiny_checkpoin
 
     path = tiny_checkpoints[family]
     job = {"model": path, "batches": [[r] for r in random_requests(3, [20, 37], 16)], "probe": "verified_trees"}
-    (answer,) = engine.subspec([job], tree_width=3, tree_depth=5)
+    (answer,) = engine.subspec([job], tree_width=3, tree_depth=5, confidence_threshold=0.0)  # every node is there
     assert len(answer["probe"]) == 4
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     for seen in answer["probe"]:
