@@ -1,6 +1,6 @@
-"""Random workloads against a live in-process engine: arrivals, parameters, aborts, lengths, tree sizes.
+"""Random workloads against a live in-process engine: arrivals, parameters, aborts, lengths, trees.
 
-    run(seed, seconds) in a process of its own -> what went wrong, empty if nothing did
+    run(model, seed, seconds, ...) in a process of its own -> figures, and what went wrong, empty if nothing did
 
 Plain vLLM (same runner) gets the same workload first.
 """
@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import resource
 import sys
 import time
 from pathlib import Path
 
-VOCAB, MODEL_LENGTH, BLOCK, BLOCKS = 320, 192, 32, 20
+VOCAB, MODEL_LENGTH = 320, 192
 ENGINE = {
     "dtype": "float32", "max_model_len": MODEL_LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 64,
-    "block_size": BLOCK, "num_gpu_blocks_override": BLOCKS, "enforce_eager": True, "skip_tokenizer_init": True,
+    "block_size": 32, "num_gpu_blocks_override": 20, "enforce_eager": True, "skip_tokenizer_init": True,
     "disable_log_stats": False,
 }  # fmt: skip
 """Room for about three long requests, so that four preempt one another; prompts come in chunks."""
+ARGMAX = {"max_tokens", "ignore_eos", "temperature", "logprobs", "prompt_logprobs", "stop_token_ids"}
+"""With these parameters, and temperature 0, each token is the argmax of the model's own logits."""
+COUNTERS = {"preemptions": "vllm:num_preemptions", "prefix_hits": "vllm:prefix_cache_hits"}
 TREES = [(1, 1), (1, 12), (3, 6), (5, 12), (7, 3)]
 MAX_STEPS = 3000  # of one episode; no request needs nearly as many
 EPISODE = 12  # requests
@@ -56,18 +60,24 @@ def random_params(rnd: random.Random, room: int) -> dict:
 
 
 def random_episode(rnd: random.Random) -> list[dict]:
-    """Requests: when each arrives (step), its prompt and parameters, and after how many tokens it is aborted, if so."""
+    """Requests: when each arrives (step), its prompt and parameters, and after how many tokens it is aborted, if so.
+
+    The first two come together and want all the tokens there are: where they do not fit, one pushes the other out.
+    """
     common = [rnd.randrange(3, VOCAB) for _ in range(100)]
     requests, step = [], 0
-    for _ in range(EPISODE):
+    for number in range(EPISODE):
         length = rnd.choice([1, 2, rnd.randint(3, 40), rnd.randint(40, 150), MODEL_LENGTH - rnd.randint(1, 3)])
-        shared = rnd.choice([0, 0, rnd.randint(1, 100)])
+        if number < 2:
+            length = rnd.randint(60, 90)
+        shared = rnd.choice([0, rnd.randint(1, 100), 100])
         prompt = (common[:shared] + [rnd.randrange(3, VOCAB) for _ in range(length)])[:length]
-        requests.append({
-            "step": step, "prompt": prompt, "params": random_params(rnd, MODEL_LENGTH - length),
-            "abort": rnd.randint(0, 20) if rnd.random() < 0.15 else None,
-        })  # fmt: skip
-        step += rnd.choice([0, 0, 1, 5, 30])
+        params, abort = random_params(rnd, MODEL_LENGTH - length), rnd.randint(0, 20) if rnd.random() < 0.15 else None
+        if number < 2:
+            params |= {"max_tokens": MODEL_LENGTH - length, "ignore_eos": True, "stop_token_ids": []}
+            abort = None
+        requests.append({"step": step, "prompt": prompt, "params": params, "abort": abort})
+        step += rnd.choice([0, 0, 1, 5, 30]) if number else 0
     return requests
 
 
@@ -106,50 +116,77 @@ def agree(plain: list[list[int]], ours: list[list[int]], aborted: bool) -> bool:
     return all(a[: len(b)] == b[: len(a)] if aborted else a == b for a, b in zip(plain, ours))
 
 
-def run(model: str, seed: int, seconds: float) -> dict:
+def run(
+    model: str,
+    seed: int | str,
+    seconds: float,
+    episodes: int | None = None,
+    exact: bool = True,
+    engine: dict | None = None,
+) -> dict:
+    """Serve random episodes, first by plain vLLM, then with subspec.
+
+    Args:
+        seconds: for plain vLLM, half of it; no episode begins later
+        episodes: at most so many
+        exact: whether answers must be equal; otherwise those whose tokens are the argmax of the model are reported
+        engine: arguments of LLM besides `ENGINE`
+    """
     from vllm import LLM
 
-    from vllm_subspec.cpu.kernels import use_torch_top_k_top_p
+    arguments = {**ENGINE, **(engine or {})}
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from vllm_subspec.cpu.kernels import use_torch_top_k_top_p
 
-    use_torch_top_k_top_p()
+        use_torch_top_k_top_p()
     rnd = random.Random(seed)
-    episodes, expected, problems = [], [], []
-    llm = LLM(model, **ENGINE)
+    trees = rnd.sample(TREES, len(TREES))
+    workload, expected, problems = [], [], []
+    llm = LLM(model, **arguments)
     deadline = time.monotonic() + seconds / 2
-    while time.monotonic() < deadline:
-        episodes.append(random_episode(rnd))
-        expected.append(drive(llm, episodes[-1], f"p{len(episodes)}"))
+    while time.monotonic() < deadline and len(workload) != episodes:
+        number = len(workload)
+        settings = {"confidence_threshold": rnd.choice([0.0, 0.2, 0.5])}
+        workload.append((random_episode(rnd), trees[number % len(trees)], settings))
+        expected.append(drive(llm, workload[-1][0], f"p{number}"))
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
 
-    largest = max(TREES, key=lambda tree: tree[0] * tree[1])
-    llm = LLM(
-        model, **ENGINE, speculative_config={"method": "subspec", "tree_width": largest[0], "tree_depth": largest[1]}
-    )
+    width, depth = max(TREES, key=lambda tree: tree[0] * tree[1])
+    llm = LLM(model, **arguments, speculative_config={"method": "subspec", "tree_width": width, "tree_depth": depth})
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    free, accepted, memory = pool.get_num_free_blocks(), 0, []
-    for number, (requests, want) in enumerate(zip(episodes, expected)):
-        tree = rnd.choice(TREES)
-        llm.collective_rpc("subspec_set_tree", args=tree)
+    free, accepted, memory, answers = pool.get_num_free_blocks(), 0, [], []
+    for number, ((requests, tree, settings), want) in enumerate(zip(workload, expected)):
+        llm.collective_rpc("subspec_set_tree", args=tree, kwargs=settings)
         got = drive(llm, requests, f"s{number}")
         for i, request in enumerate(requests):
-            if not agree(want[i], got[i], request["abort"] is not None):
-                problems.append(
-                    {"episode": number, "request": i, "tree": tree, **request, "plain": want[i], "subspec": got[i]}
-                )
+            case = {**request, "plain": want[i], "subspec": got[i]}
+            if exact and not agree(want[i], got[i], request["abort"] is not None):
+                problems.append({"episode": number, "index": i, "tree": tree, **settings, **case})
+            if not exact and request["params"]["temperature"] == 0.0 and set(request["params"]) <= ARGMAX:
+                answers.append(case)
         if pool.get_num_free_blocks() != free:
             problems.append({"episode": number, "free blocks": pool.get_num_free_blocks(), "initially": free})
         accepted += sum(r["accepted"] for r in llm.collective_rpc("subspec_rounds")[0])
         memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    preemptions = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    counts = {m.name: m.value for m in llm.get_metrics() if m.name in COUNTERS.values()}
     llm.llm_engine.engine_core.shutdown()
     return {
-        "requests": EPISODE * len(episodes), "accepted": accepted, "problems": problems,
-        "preemptions": preemptions, "memory_kib": memory,
+        "requests": EPISODE * len(workload), "accepted": accepted, "problems": problems, "answers": answers,
+        **{name: counts[metric] for name, metric in COUNTERS.items()},
+        "float32": precision(), "memory_kib": memory,
     }  # fmt: skip
 
 
+def precision() -> list[str | None]:
+    """How this process multiplies float32: torch, and Triton where a kernel does not say (None: TF32 on a GPU)."""
+    import torch
+    import triton
+
+    return [torch.get_float32_matmul_precision(), triton.knobs.language.fp32_default]
+
+
 if __name__ == "__main__":
-    model, seed, seconds, out = sys.argv[1:]
-    Path(out).write_text(json.dumps(run(model, int(seed), float(seconds))))
+    job, out = sys.argv[1:]
+    Path(out).write_text(json.dumps(run(**json.loads(job))))
