@@ -5,8 +5,9 @@
 A job is a dictionary: ``model``, ``engine`` (arguments of LLM), ``batches`` (each a list of requests that are sent
 together; a request is ``prompt`` (text, token ids or chat messages) and ``params``), and optionally ``probe``, the
 name of a generator function in probes.py that gets the live in-process engine: it runs to its ``yield`` before the
-batches, and what it returns after them is part of the answer; and ``vram``, the bytes of the GPU that the process may
-use. Jobs of one call share a process: several engines after another in one process are thereby part of every such test.
+batches, and what it returns after them is part of the answer; ``vram``, the bytes of the GPU that the process may use;
+and ``buffers``, whether to tell how large the largest buffer is that the engine's start made. Jobs of one call share a
+process: several engines after another in one process are thereby part of every such test.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -94,7 +96,9 @@ def answer(job: dict) -> dict:
     """Run one job in this process."""
     import gc
 
+    import probes
     from vllm import LLM
+    from vllm.config import CompilationMode
 
     gc.freeze()  # until vLLM's shutdown: it collects garbage ten times an engine, each time through all of torch
     if "vram" in job:
@@ -111,11 +115,11 @@ def answer(job: dict) -> dict:
         from vllm_subspec.cpu.kernels import use_torch_top_k_top_p
 
         use_torch_top_k_top_p()
-    llm = LLM(job["model"], **arguments)
+    buffers = probes.Buffers() if "buffers" in job else nullcontext()
+    with buffers:
+        llm = LLM(job["model"], **arguments)
     probe = None
     if "probe" in job:
-        import probes
-
         probe = getattr(probes, job["probe"])(llm)
         next(probe)
     try:
@@ -148,6 +152,9 @@ def answer(job: dict) -> dict:
         config = llm.llm_engine.vllm_config
         result["num_gpu_blocks"] = config.cache_config.num_gpu_blocks
         result["v2"] = config.use_v2_model_runner
+        result["compiled"] = config.compilation_config.mode == CompilationMode.VLLM_COMPILE
+        if "buffers" in job:
+            result["largest_buffer"] = buffers.largest
         result["metrics"] = {
             m.name: getattr(m, "value", getattr(m, "values", None))
             for m in llm.get_metrics()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 def runner_of(llm):
@@ -302,15 +305,18 @@ def eager(llm):
 
 
 def warmed_up(llm):
-    """vLLM's warm-up of kernels as the CUDA worker runs it. On CPU vLLM leaves it out."""
+    """vLLM's warm-up of kernels as the CUDA worker runs it: longest request, largest batch, most rows of logits at once.
+    On CPU vLLM leaves it out."""
     from vllm_subspec.engine.worker import warm_up
 
-    runner, lengths = runner_of(llm), []
+    runner, lengths, requests, rows = runner_of(llm), [], [], []
     prepare = runner.prepare_inputs
 
     def measured(*args, **kwargs):
         batch = prepare(*args, **kwargs)
         lengths.append(int(batch.seq_lens_cpu_upper_bound.max()))
+        requests.append(batch.num_reqs)
+        rows.append(len(batch.logits_indices))
         return batch
 
     runner.prepare_inputs = measured
@@ -318,7 +324,10 @@ def warmed_up(llm):
     warm_up(runner, worker.execute_model, worker.sample_tokens)
     runner.prepare_inputs = prepare
     yield
-    return {"longest": max(lengths), "trees": runner.num_speculative_steps}
+    return {
+        "longest": max(lengths), "requests": max(requests), "rows": max(rows),
+        "trees": runner.num_speculative_steps, "max_num_seqs": runner.scheduler_config.max_num_seqs,
+    }  # fmt: skip
 
 
 def memory(llm):
@@ -337,6 +346,83 @@ def memory(llm):
         "kv_cache": sum({s.data_ptr(): s.nbytes() for s in caches}.values()),
         "offloaded_layers": sorted(layers),
     }
+
+
+def cost(llm):
+    """GPU memory in bytes when the requests are done: tensors alive, the most there were at once since the model was
+    loaded, and everything that this process and others have, without what torch keeps for later; and the substitutes."""
+    runner = runner_of(llm)
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "alive": torch.cuda.memory_allocated(), "most": torch.cuda.max_memory_allocated(), "used": total - free,
+        "substitutes": 0 if runner.speculator is None else substitute_bytes(runner.model, runner.speculator.model),
+    }  # fmt: skip
+
+
+def substitute_bytes(target, draft) -> int:
+    """Bytes of the tensors that the draft has and the target has not."""
+    of_target = {tensor.data_ptr() for tensor in target.parameters()}
+    kernels = [m.quant_method.weights for m in draft.modules() if hasattr(getattr(m, "quant_method", None), "weights")]
+    tensors = [tensor for module in (draft, *kernels) for tensor in module.parameters()]
+    return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in of_target}.values())
+
+
+class Late:
+    """A captured draft step that the GPU or the host is late with, at random."""
+
+    def __init__(self, graph, rnd: random.Random):
+        self.graph, self.rnd = graph, rnd
+
+    def replay(self) -> None:
+        who = self.rnd.choice(["gpu", "host", "nobody"])
+        if who == "gpu":
+            torch.cuda._sleep(self.rnd.randrange(4_000_000))  # cycles: up to 2 ms
+        if who == "host":
+            time.sleep(self.rnd.random() / 500)
+        self.graph.replay()
+
+
+def delayed(llm):
+    """Of a greedy and of a sampled request its rounds, [tree size, accepted] each: undisturbed, then five times with
+    delays; by confidence_threshold."""
+    from prompts import CHAT
+    from vllm import SamplingParams
+
+    speculator, rnd = runner_of(llm).speculator, random.Random(0)
+    params = [
+        SamplingParams(temperature=temperature, seed=1, max_tokens=128, detokenize=False) for temperature in (0.0, 0.8)
+    ]
+
+    def rounds(params):
+        llm.chat([{"role": "user", "content": CHAT[0]}], params, use_tqdm=False)
+        return [[r["tree_size"], r["accepted"]] for r in llm.collective_rpc("subspec_rounds")[0]]
+
+    yield
+    found = {}
+    for threshold in (0.2, 0.5):
+        tree = speculator.tree_width, speculator.tree_depth
+        llm.collective_rpc("subspec_set_tree", args=tree, kwargs={"confidence_threshold": threshold})
+        found[threshold] = [[rounds(each) for each in params]]
+        speculator.graph = {sampled: Late(graph, rnd) for sampled, graph in speculator.graph.items()}
+        found[threshold] += [[rounds(each) for each in params] for _ in range(5)]
+    return found
+
+
+class Buffers(TorchFunctionMode):
+    """Watches how large the largest tensor is that is asked for by its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.zeros, torch.ones, torch.empty, torch.full):
+            self.largest = max(self.largest, made.nbytes)
+        return made
 
 
 def worker_calls(llm):

@@ -68,10 +68,10 @@ MORE_FAMILIES = {
 """Families that differ from one of the others in little"""
 
 
-def make(family: str, out: Path, seed: int = 0) -> str:
+def make(family: str, out: Path, seed: int = 0, **changes) -> str:
     """Write one checkpoint; weights are large enough that outputs vary and small enough that 4 bits follow them."""
     config_cls, extra = {**FAMILIES, **MORE_FAMILIES}[family]
-    config = getattr(transformers, config_cls)(**{**COMMON, **extra})
+    config = getattr(transformers, config_cls)(**{**COMMON, **extra, **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     ends = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
