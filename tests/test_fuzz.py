@@ -20,7 +20,7 @@ DEFAULT_SCHEDULER = {"max_num_seqs": None, "max_num_batched_tokens": None}
 
 SEEDS = range(1, 1 + int(os.environ.get("SUBSPEC_FUZZ_SEEDS", "1")))  # of each case on a GPU
 EPISODES = 5  # of 12 requests: every size of tree once
-WINDOW = ("mistral_window", "gemma2", "gemma3")
+WINDOW = [family for family, (_, config) in tiny.FAMILIES.items() if config.get("sliding_window")]
 """Families whose layers give blocks back while a request runs: requests hardly push one another out."""
 NOT_OFFLOADED = ("olmo2", "smollm3")
 """Families of vLLM's Transformers backend, which offloads nothing"""

@@ -119,7 +119,7 @@ def test_padding_is_what_marlin_takes():
             assert shape.outputs * shape.inputs <= torch.tensor(marlin_padded_nk(*padded, group)).prod()
 
 
-SHAPES = {"even": (160, 192), "odd": (509, 487), "no kernel": (150, 77)}
+SHAPES = {"even": (320, 384), "odd": (509, 487), "no kernel": (150, 77)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
