@@ -172,6 +172,6 @@ def test_the_report_says_where_the_last_two_steps_are_the_same(device, engine_ar
     """Catches: a difference of chance reported as the gain of overlapping."""
     result = {
         "settings": {"ablate": True, "engine": engine_args}, "machine": {"device": device}, "engines": [],
-        "failures": {}, "interrupted": False, "answers": [],
+        "failures": {}, "interrupted": False, "summary": [],
     }  # fmt: skip
     assert any("steps 3 and 4" in line for line in report.remarks(result)) == same
