@@ -169,7 +169,9 @@ class SubSpecRunner:
             return None
         try:
             greedy = batch.req_ids[0] in self.argmax_requests
-            return Round(self.speculator, self.operations, self.sampler, batch, block_tables, slot_mappings, greedy)
+            begun = Round(self.speculator, self.operations, self.sampler, batch, block_tables, slot_mappings, greedy)
+            begun.draft(batch)
+            return begun
         except Exception:
             self._failed("Drafting a tree")
             return None

@@ -59,17 +59,16 @@ class Round:
         self.context_len = speculator.context_len
         """[] int64, committed tokens before the root"""
         speculator.take_slots(block_tables, slot_mappings, 1 + batch.num_draft_tokens)
-        self.tree: TokenTree = self._draft(batch)
 
     # 1. Draft: at most D passes of the draft model, in the slots that this step was granted.
 
-    def _draft(self, batch: InputBatch) -> TokenTree:
+    def draft(self, batch: InputBatch) -> None:
         """Draft the tree and write it into the batch's rows: node i has slot context + i, position context + depth."""
         self.speculator.read_sampling(self.sampler.sampling_states, batch)
         tree = self.speculator.draft(batch.input_ids[0], batch.positions[0], batch.num_draft_tokens)
         batch.input_ids[: len(tree)] = tree.tokens.clamp(min=0).to(batch.input_ids.dtype)
         batch.positions[: len(tree)] = self.context_len + tree.depths
-        return tree
+        self.tree: TokenTree = tree
 
     # 2. The target's pass over all nodes is vLLM's own. Its attention layers see the tree by this.
 
