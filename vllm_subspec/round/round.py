@@ -55,7 +55,6 @@ class Round:
             greedy: whether the request takes the argmax of the target's own logits, whatever came before
         """
         self.speculator, self.operations, self.sampler, self.greedy = speculator, operations, sampler, greedy
-        self.request: str = batch.req_ids[0]
         self.context_len = speculator.context_len
         """[] int64, committed tokens before the root"""
         speculator.take_slots(block_tables, slot_mappings, 1 + batch.num_draft_tokens)
